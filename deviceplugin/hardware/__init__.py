@@ -1,0 +1,42 @@
+"""The doors to the machine: what we need of a GPU driver and of the host.
+
+Only plain values of ``deviceplugin.model`` pass, never a handle or a
+callback, so that a driver may live in another process. ``nvml`` is the real
+driver; ``sysfs`` reads the host's files; simulated ones stand in
+``deviceplugin.sim``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from deviceplugin.model import HostFacts, Reading, Scan, XidEvent
+
+
+class Hardware(Protocol):
+    """A GPU driver. One thread uses it at a time.
+
+    Every method may raise ``HardwareError``: the driver as a whole cannot be
+    used. The caller then calls ``close`` and, later, ``scan``. A single GPU
+    that fails is no error: it is described by a ``Fault`` in the answer.
+    """
+
+    def scan(self) -> Scan:
+        """Open the driver if it is not open, and describe every GPU."""
+
+    def read(self) -> tuple[Reading, ...]:
+        """Poll the GPUs of the last scan."""
+
+    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+        """Wait for events, at most ``timeout_s`` seconds; () when there are none."""
+
+    def close(self) -> None:
+        """Let go of the driver. Never raises; a second call does nothing."""
+
+
+class Host(Protocol):
+    """The host's files."""
+
+    def facts(self, scan: Scan) -> HostFacts:
+        """What the host says about these GPUs. Never raises: a file that
+        cannot be read costs the one fact that it would have told."""
