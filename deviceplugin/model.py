@@ -148,6 +148,14 @@ class Reading:
     was_reset: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """A driver call that failed. ``code`` is the driver's name for it, "gpu_is_lost"."""
+
+    call: str
+    code: str
+
+
 class NumaSource(enum.Enum):
     """Where a NUMA node comes from, or why there is none."""
 

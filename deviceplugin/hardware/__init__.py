@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from deviceplugin.model import HostFacts, Reading, Scan, XidEvent
+from deviceplugin.model import CallError, HostFacts, Reading, Scan, XidEvent
 
 
 class Hardware(Protocol):
@@ -28,7 +28,14 @@ class Hardware(Protocol):
         """Poll the GPUs of the last scan."""
 
     def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
-        """Wait for events, at most ``timeout_s`` seconds; () when there are none."""
+        """Wait for events, at most ``timeout_s`` seconds.
+
+        () before the time is up means that something may have changed without
+        an event: ``read`` tells.
+        """
+
+    def errors(self) -> tuple[CallError, ...]:
+        """The driver calls that failed since this was asked last. Never raises."""
 
     def close(self) -> None:
         """Let go of the driver. Never raises; a second call does nothing."""

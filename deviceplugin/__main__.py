@@ -1,0 +1,7 @@
+"""``python -m deviceplugin``."""
+
+import sys
+
+from deviceplugin.cli import main
+
+sys.exit(main())

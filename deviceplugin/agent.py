@@ -1,0 +1,349 @@
+"""The daemon: owns the threads and does what the lifecycle decides.
+
+The main thread reads one queue of events, steps the lifecycle and performs
+its actions; every other thread only puts events into that queue. Once a
+second it also looks at the kubelet's directory for itself, so that nothing
+depends on a notification.
+
+What the first registration does not need (metrics, directory watch, control
+socket) is loaded and started after it: a pod that the kubelet admits before
+the plugin is back fails.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from deviceplugin import __version__, kubelet, lifecycle, logs, server
+from deviceplugin.clock import Clock
+from deviceplugin.config import Settings, parse_address, socket_stem
+from deviceplugin.errors import ServeError
+from deviceplugin.hardware import Hardware, Host
+from deviceplugin.lifecycle import Phase
+from deviceplugin.model import Health
+from deviceplugin.monitor import Monitor
+from deviceplugin.servicer import Servicer
+from deviceplugin.stats import Stats
+from deviceplugin.store import Store
+
+LOOK_EVERY_S = 1.0
+LATE_START_S = 0.3
+"""When the rest is started even though there is no kubelet to register with."""
+STUCK_AFTER_S = 30.0
+"""Longer than any single thing the main thread does."""
+
+_log = logs.get("agent")
+
+
+class Part(Protocol):
+    """Something with a thread of its own that is started late."""
+
+    def stop(self) -> None: ...
+    def trouble(self) -> str | None: ...
+
+
+class _Look:
+    """Something in the kubelet's directory has changed."""
+
+
+class _Crash:
+    def __init__(self, cause: BaseException) -> None:
+        self.cause = cause
+
+
+class Agent:
+    """One run of the daemon."""
+
+    def __init__(self, settings: Settings, hardware: Hardware, host: Host, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._directory = Path(settings.device_plugin_dir)
+        self._stem = socket_stem(settings.resource_name)
+        self._events: queue.SimpleQueue[lifecycle.Event | _Look | _Crash] = queue.SimpleQueue()
+        self._state = lifecycle.State()
+        self._server: server.PluginServer | None = None
+        self._registration: kubelet.Registration | None = None
+        self._watch = kubelet.DirectoryWatch(self._directory, self._look_soon)
+        self._parts: list[Part] = []
+        self._store = Store()
+        self._stats = Stats()
+        self._stats.set("registered", settings.resource_name, to=0)
+        self._monitor = Monitor(
+            hardware,
+            host,
+            self._store,
+            self._stats,
+            clock,
+            poll_interval_s=settings.poll_interval_s,
+            on_publishable=lambda: self._events.put(lifecycle.Publishable()),
+            on_crash=lambda cause: self._events.put(_Crash(cause)),
+        )
+        self._started_s = clock.monotonic()
+        self._beat_s = self._started_s
+        self._late_started = False
+        self._exit_code: int | None = None
+
+    # --- running --------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask the daemon to end. Safe from any thread and from a signal handler."""
+        self._events.put(lifecycle.Stop())
+
+    def run(self) -> int:
+        """Run until stopped; in the main thread.
+
+        Returns:
+            The exit code: 0 stopped, 1 a part of the daemon died.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stop())
+        settings = self._settings
+        _log.info(
+            "starting",
+            version=__version__,
+            resource=settings.resource_name,
+            node=settings.node_name,
+            simulate=settings.simulate,
+        )
+        for name in server.remove_stale(self._directory, self._stem):
+            _log.warning(
+                "another plugin of this resource seems to be running: its socket answers",
+                socket=name,
+            )
+        self._monitor.start()
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001  # reported, and the exit code says so
+            _log.error("stopping by a fault of ours", cause=error)
+            self._exit_code = 1
+        return self._wind_down()
+
+    def _loop(self) -> None:
+        look_due_s = self._clock.monotonic()
+        while self._exit_code is None:
+            now_s = self._beat_s = self._clock.monotonic()
+            if now_s >= look_due_s:
+                self._look()
+                look_due_s = now_s + LOOK_EVERY_S
+            if not self._late_started and now_s - self._started_s >= LATE_START_S:
+                self._start_late()
+            due = [look_due_s]
+            if self._state.due_s is not None:
+                due.append(self._state.due_s)
+            if not self._late_started:
+                due.append(self._started_s + LATE_START_S)
+            try:
+                event = self._events.get(timeout=max(0.0, min(due) - self._clock.monotonic()))
+            except queue.Empty:
+                self._step(lifecycle.Tick())
+                continue
+            match event:
+                case _Look():
+                    self._look()
+                case _Crash():
+                    _log.error("stopping: the monitor died", cause=event.cause)
+                    self._exit_code = 1
+                case _:
+                    self._step(event)
+
+    def _wind_down(self) -> int:
+        """Stop everything. Each step is bounded: together well under a second."""
+        self._monitor.stop()
+        self._close_registration()
+        self._stop_server()
+        for part in self._parts:
+            part.stop()
+        self._watch.stop()
+        if not self._monitor.join(0.6):
+            _log.warning("the driver does not answer, leaving it behind")
+            self.stuck = True
+        code = self._exit_code or 0
+        _log.info("stopped", exit_code=code)
+        return code
+
+    stuck = False
+    """After ``run``: a thread hangs in the driver, and only _exit ends the process."""
+
+    # --- looking ----------------------------------------------------------------------
+
+    def _look_soon(self) -> None:
+        self._events.put(_Look())
+
+    def _look(self) -> None:
+        """See for ourselves what lies in the kubelet's directory."""
+        if self._late_started:
+            self._watch.ensure()
+        self._step(lifecycle.KubeletSocket(kubelet.socket_id(self._directory)))
+        if self._server is not None and not self._server.in_place():
+            self._step(lifecycle.OwnSocketGone(self._state.incarnation))
+
+    def _start_late(self) -> None:
+        self._late_started = True
+        self._look()
+        from deviceplugin.control import ControlServer  # late, see the module's text
+
+        control = ControlServer(Path(self._settings.state_dir), {"status": self._status})
+        if control.start():
+            self._parts.append(control)
+        if self._settings.metrics_address:
+            from deviceplugin.metrics import Endpoint, SnapshotCollector
+
+            collector = SnapshotCollector(self._store, self._stats, self._settings.resource_name)
+            host, port = parse_address(self._settings.metrics_address)
+            endpoint = Endpoint(host, port, collector, self.unhealthy, self.unready)
+            endpoint.start()
+            self._parts.append(endpoint)
+
+    # --- the lifecycle's actions --------------------------------------------------------
+
+    def _step(self, event: lifecycle.Event) -> None:
+        before = self._state
+        self._state, actions = lifecycle.step(
+            before,
+            event,
+            self._clock.monotonic(),
+            random.random(),  # noqa: S311  # jitter
+        )
+        if (
+            isinstance(event, lifecycle.RegisterAnswered)
+            and event.incarnation == before.incarnation
+        ):
+            self._close_registration()
+            result = "ok" if event.why is None else "failed"
+            self._stats.add("registrations", self._settings.resource_name, result)
+        for action in actions:
+            self._perform(action)
+        if self._state.phase is not before.phase:
+            _log.debug("phase", now=self._state.phase.value)
+            registered = self._state.phase is Phase.REGISTERED
+            self._stats.set("registered", self._settings.resource_name, to=registered)
+
+    def _perform(self, action: lifecycle.Action) -> None:
+        match action:
+            case lifecycle.StartServer():
+                self._start_server(action.incarnation)
+            case lifecycle.StopServer():
+                self._close_registration()
+                self._stop_server()
+            case lifecycle.Register():
+                self._register(action.incarnation)
+            case lifecycle.Report():
+                self._report(action)
+            case lifecycle.Exit():
+                self._exit_code = 0
+
+    def _start_server(self, incarnation: int) -> None:
+        servicer = Servicer(
+            self._store,
+            self._stats,
+            on_streams=lambda n: self._events.put(lifecycle.Streams(incarnation, n)),
+        )
+        path = self._directory / server.socket_name(self._stem)
+        try:
+            self._server = server.PluginServer(path, servicer)
+        except ServeError as error:
+            self._events.put(lifecycle.ServerFailed(incarnation, str(error)))
+        else:
+            self._events.put(lifecycle.ServerStarted(incarnation))
+
+    def _stop_server(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _register(self, incarnation: int) -> None:
+        if self._server is None:
+            return
+        self._registration = kubelet.Registration(
+            self._directory,
+            self._server.path.name,
+            self._settings.resource_name,
+            on_answer=lambda why: self._events.put(lifecycle.RegisterAnswered(incarnation, why)),
+        )
+
+    def _close_registration(self) -> None:
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+
+    def _report(self, report: lifecycle.Report) -> None:
+        fields: dict[str, object] = {"resource": self._settings.resource_name}
+        match report.kind:
+            case "registered":
+                devices = self._store.snapshot.devices
+                healthy = sum(device.health is Health.HEALTHY for device in devices)
+                _log.info("registered", devices=len(devices), healthy=healthy, **fields)
+            case "not registered":
+                _log.warning(
+                    "not registered, trying again",
+                    why=report.why,
+                    retry_in_s=round(report.retry_in_s or 0, 2),
+                    **fields,
+                )
+            case "kubelet restarted":
+                self._stats.add("kubelet_restarts")
+                _log.info("kubelet restarted, registering again", **fields)
+            case "kubelet.sock gone":
+                _log.warning("kubelet.sock is gone, waiting for it", directory=self._directory)
+            case "no kubelet":
+                _log.warning("no kubelet yet, waiting for kubelet.sock", directory=self._directory)
+
+    # --- what is wrong ------------------------------------------------------------------
+
+    def unhealthy(self) -> list[str]:
+        """Reasons to kill this process: threads of ours that are dead or stuck."""
+        found = [self._monitor.trouble(), *(part.trouble() for part in self._parts)]
+        age_s = self._clock.monotonic() - self._beat_s
+        if age_s > STUCK_AFTER_S:
+            found.append(f"the main thread has been stuck for {age_s:.0f} s")
+        return [trouble for trouble in found if trouble is not None]
+
+    def unready(self) -> list[str]:
+        """Why pods cannot get devices from this plugin now."""
+        state, snapshot = self._state, self._store.snapshot
+        if state.phase is Phase.REGISTERED:
+            return []
+        reasons = [f"{self._settings.resource_name}: {state.phase.value}"]
+        if state.why:
+            reasons.append(f"last try: {state.why}")
+        if state.phase is Phase.NO_KUBELET:
+            reasons.append(f"there is no kubelet.sock in {self._directory}")
+        if snapshot.trouble is not None:
+            reasons.append(f"driver: {snapshot.trouble.detail}")
+        return reasons
+
+    def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to ``deviceplugin status``."""
+        snapshot = self._store.snapshot
+        inventory = snapshot.inventory
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(self._clock.monotonic() - self._started_s, 3),
+            "node": self._settings.node_name,
+            "resource": self._settings.resource_name,
+            "simulate": self._settings.simulate,
+            "phase": self._state.phase.value,
+            "ready": self._state.phase is Phase.REGISTERED,
+            "not_ready_because": self.unready(),
+            "kubelet_restarts": self._state.restarts,
+            "driver": inventory.driver.driver_version if inventory is not None else None,
+            "driver_trouble": snapshot.trouble.detail if snapshot.trouble is not None else None,
+            "devices": [
+                {
+                    "id": device.id,
+                    "health": device.health.value,
+                    "numa_nodes": list(device.numa_nodes),
+                    "reason": snapshot.verdicts[device.gpu].reason,
+                    "detail": snapshot.verdicts[device.gpu].detail,
+                    "since_s": snapshot.verdicts[device.gpu].since_s,
+                }
+                for device in snapshot.devices
+            ],
+        }

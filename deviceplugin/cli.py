@@ -1,0 +1,253 @@
+"""The command line. Chooses real or simulated parts, and nothing else does.
+
+Exit codes: 0 done or stopped, 2 wrong usage or configuration, 1 anything
+else. What a command is asked for goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deviceplugin import __version__, config
+from deviceplugin.errors import ConfigError, DevicePluginError, ProfileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deviceplugin.hardware import Hardware, Host
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except (ConfigError, ProfileError) as error:
+        what = "configuration" if isinstance(error, ConfigError) else "simulation profile"
+        print(f"deviceplugin: the {what} is wrong:", file=sys.stderr)
+        for mistake in error.mistakes:
+            print(f"  - {mistake}", file=sys.stderr)
+        return 2
+    except DevicePluginError as error:
+        print(f"deviceplugin: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output is gone, as in "inspect | head".
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+# --- arguments ----------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deviceplugin", description="A Kubernetes device plugin for GPUs."
+    )
+    parser.add_argument("--version", action="version", version=f"deviceplugin {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    settings = _settings_parser()
+    run = commands.add_parser(
+        "run", parents=[settings], help="the daemon: publish this node's GPUs to the kubelet"
+    )
+    run.set_defaults(command=_run)
+    look = commands.add_parser(
+        "inspect", parents=[settings], help="print what would be published, and why"
+    )
+    look.add_argument("--json", action="store_true", help="print one JSON object")
+    look.set_defaults(command=_inspect)
+    status = commands.add_parser(
+        "status", parents=[settings], help="ask the running daemon how it is"
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.set_defaults(command=_status)
+    demo = commands.add_parser(
+        "demo", help="the plugin on simulated GPUs with an embedded kubelet, step by step"
+    )
+    demo.add_argument(
+        "--profile", default="h100x8", help="simulation profile (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--keep", action="store_true", help="leave it running at the end, until Ctrl-C"
+    )
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _settings_parser() -> argparse.ArgumentParser:
+    """A flag for each setting. Texts only: config.load checks them all at once."""
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = parser.add_argument_group(
+        "settings",
+        "Each also as an environment variable and in the configuration file; a flag wins"
+        " over the environment, the environment over the file.",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help=f"configuration file, YAML or JSON ({config.ENV_PREFIX}CONFIG)",
+    )
+    for field in config.FIELDS:
+        default = "unset" if field.default is None else field.default
+        text = f"{field.description} (default: {default}; {', '.join(field.envs)})"
+        group.add_argument(
+            field.flag, dest=field.name, metavar=field.metavar, help=text.replace("%", "%%")
+        )
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> config.Loaded:
+    given: dict[str, Any] = vars(arguments)
+    name = given.get("config") or os.environ.get(config.ENV_PREFIX + "CONFIG")
+    file = None
+    if name:
+        try:
+            file = name, Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError([f"file {name}: cannot be read: {error}"]) from error
+    flags = {field.name: given[field.name] for field in config.FIELDS if field.name in given}
+    return config.load(flags, os.environ, file)
+
+
+def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
+    """The machine, or the simulated one."""
+    if settings.simulate is not None:
+        from deviceplugin.sim import gpus, profile
+
+        loaded = profile.load(settings.simulate)
+        return gpus.SimulatedHardware(loaded), gpus.SimulatedHost(loaded)
+    from deviceplugin.hardware.nvml import Nvml
+    from deviceplugin.hardware.sysfs import HostFiles
+
+    return (
+        Nvml(Path(settings.driver_root)),
+        HostFiles(Path(settings.sysfs_root), Path(settings.dev_root), Path(settings.proc_root)),
+    )
+
+
+# --- commands -----------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments)
+    settings = loaded.settings
+    hardware, host = _parts(settings)
+    from deviceplugin import logs
+    from deviceplugin.agent import Agent
+    from deviceplugin.clock import SystemClock
+
+    logs.set_up(settings.log_format, settings.log_level)
+    log = logs.get("config")
+    for warning in loaded.warnings:
+        log.warning("setting ignored", why=warning)
+    agent = Agent(settings, hardware, host, SystemClock())
+    control = None
+    if settings.simulate_control is not None:
+        from deviceplugin.sim.gpus import SimulatedHardware
+        from deviceplugin.sim.scenario import ControlFifo
+
+        if not isinstance(hardware, SimulatedHardware):
+            raise ConfigError(["simulateControl: set simulate too"])
+        control = ControlFifo(
+            Path(settings.simulate_control),
+            hardware,
+            on_bad_line=lambda line, why: log.warning("control line ignored", line=line, why=why),
+            on_command=lambda command: log.info("control line", command=command),
+        )
+        control.start()
+    code = agent.run()
+    if control is not None:
+        control.stop()
+    if agent.stuck:
+        sys.stderr.flush()
+        os._exit(code)  # a thread that hangs in the driver would keep the process
+    return code
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    settings = _load(arguments).settings
+    hardware, host = _parts(settings)
+    from deviceplugin import inspection
+    from deviceplugin.clock import SystemClock
+
+    snapshot = inspection.look(hardware, host, SystemClock())
+    if arguments.json:
+        print(json.dumps(inspection.as_json(snapshot, settings.resource_name), indent=2))
+        return 0
+    driver = snapshot.inventory.driver if snapshot.inventory is not None else None
+    version = driver.driver_version if driver is not None else None
+    print(f"{settings.resource_name}, driver {version or 'version unknown'}")
+    _table(inspection.HEADINGS, inspection.rows(snapshot))
+    if len(snapshot.devices) > 1:
+        print()
+        _table(inspection.link_headings(snapshot), inspection.link_rows(snapshot))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    settings = _load(arguments).settings
+    from deviceplugin import control
+
+    status = control.ask(Path(settings.state_dir), "status")
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+        return 0
+    print(
+        f"{status['resource']}: {status['phase']}, pid {status['pid']}, version {status['version']}"
+    )
+    for reason in status["not_ready_because"]:
+        print(f"  {reason}")
+    if status["devices"]:
+        _table(
+            ("DEVICE", "NUMA", "HEALTH", "REASON"),
+            [
+                (
+                    device["id"],
+                    ",".join(map(str, device["numa_nodes"])) or "-",
+                    device["health"],
+                    device["reason"] or "-",
+                )
+                for device in status["devices"]
+            ],
+        )
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from deviceplugin.sim import demo
+
+    return demo.run(arguments.profile, keep=arguments.keep)
+
+
+def _table(headings: Sequence[str], table: Sequence[Sequence[str]]) -> None:
+    """A table that looks good on a terminal and is plain in a pipe."""
+    if not sys.stdout.isatty():
+        from deviceplugin.inspection import plain
+
+        print(plain(headings, table))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"Healthy": "green", "Unhealthy": "bold red", "not published": "bold red"}
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        shown.add_column(heading, overflow="fold")
+    for line in table:
+        shown.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in line))
+    Console().print(shown)

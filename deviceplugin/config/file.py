@@ -1,0 +1,75 @@
+"""The configuration file: YAML or JSON, strict, with every mistake named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from deviceplugin.config.settings import FIELDS, FILE_VERSION, Settings, json_schema
+
+
+def parse(name: str, text: str, mistakes: list[str]) -> dict[str, Any]:
+    """The file's settings by key; {} and a mistake when it cannot be used."""
+    import yaml  # costs 10 ms that a daemon without a file need not pay
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """YAML says that keys are unique; PyYAML takes the last one in silence."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, str) and key in seen:
+                    mistakes.append(
+                        f"file {name}: line {key_node.start_mark.line + 1}: {key}: is set twice"
+                    )
+                seen.add(key if isinstance(key, str) else repr(key))
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(text, UniqueKeyLoader)  # noqa: S506  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        mistakes.append(f"file {name}: is neither YAML nor JSON: {reason}")
+        return {}
+    if not isinstance(content, dict):
+        mistakes.append(
+            f"file {name}: must hold keys and values, starting with 'version: {FILE_VERSION}'"
+        )
+        return {}
+    body = {key: value for key, value in content.items() if key != "version"}
+    good = content.get("version") == FILE_VERSION
+    if good:
+        try:
+            msgspec.convert(body, Settings)
+        except msgspec.ValidationError:
+            good = False
+    if not good:
+        mistakes += (f"file {name}: {text}" for text in _explain(content))
+        return {}
+    return body
+
+
+def _explain(content: Mapping[Any, Any]) -> Iterator[str]:
+    """Every way in which the content breaks the schema. msgspec stops at the first."""
+    import jsonschema  # needed only when something is wrong
+
+    known = ["version", *(field.key for field in FIELDS)]
+    for key in content:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield f"{key}: unknown key{hint}"
+    if "version" not in content:
+        yield f"version: is missing; this release reads 'version: {FILE_VERSION}'"
+    for error in jsonschema.Draft202012Validator(json_schema()).iter_errors(content):
+        if error.validator in ("additionalProperties", "required"):
+            continue
+        path = ".".join(str(part) for part in error.absolute_path)
+        if path == "version":
+            yield f"version: is {error.instance!r}; this release reads '{FILE_VERSION}'"
+        else:
+            yield f"{path}: {error.message}"

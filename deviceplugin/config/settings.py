@@ -1,0 +1,178 @@
+"""The settings themselves: names, texts, types and defaults. No parsing here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+ENV_PREFIX = "DEVICEPLUGIN_"
+FILE_VERSION = "v1"
+
+UNIX_PATH_MAX_BYTES = 107
+"""The longest path a unix socket can have on Linux (sun_path, less its NUL)."""
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Settings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"
+):
+    """Everything that can be set. Paths are absolute, as this process sees them."""
+
+    resource_name: Annotated[
+        str,
+        Meta(description="extended resource that Pods ask for", extra={"metavar": "NAME"}),
+    ] = "vendor.example/gpu"
+    device_plugin_dir: Annotated[
+        str,
+        Meta(
+            description="the kubelet's device-plugin directory; it does not follow the"
+            " kubelet's --root-dir",
+            extra={"metavar": "DIR"},
+        ),
+    ] = "/var/lib/kubelet/device-plugins"
+    pod_resources_socket: Annotated[
+        str,
+        Meta(description="the kubelet's pod-resources socket", extra={"metavar": "PATH"}),
+    ] = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    sysfs_root: Annotated[
+        str, Meta(description="where the host's /sys is", extra={"metavar": "DIR"})
+    ] = "/sys"
+    dev_root: Annotated[
+        str, Meta(description="where the host's /dev is", extra={"metavar": "DIR"})
+    ] = "/dev"
+    proc_root: Annotated[
+        str, Meta(description="where the host's /proc is", extra={"metavar": "DIR"})
+    ] = "/proc"
+    driver_root: Annotated[
+        str,
+        Meta(
+            description="root of the driver installation; libnvidia-ml.so.1 is looked for"
+            " there first",
+            extra={"metavar": "DIR"},
+        ),
+    ] = "/"
+    node_name: Annotated[
+        str | None,
+        Meta(
+            description="name of this node, for logs; NODE_NAME sets it too",
+            extra={"metavar": "NAME"},
+        ),
+    ] = None
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="directory of the control socket; made if absent", extra={"metavar": "DIR"}
+        ),
+    ] = "/var/lib/deviceplugin"
+    metrics_address: Annotated[
+        str,
+        Meta(
+            description="address of /metrics, /healthz and /readyz; port 0 picks one and logs"
+            " it, empty turns it off",
+            extra={"metavar": "HOST:PORT"},
+        ),
+    ] = "0.0.0.0:9451"  # a scraper on another node has to reach it
+    poll_interval_s: Annotated[
+        float,
+        Meta(
+            description="seconds between two looks at the state of each GPU (0.1 to 3600)",
+            extra={"metavar": "SECONDS"},
+        ),
+    ] = 5.0
+    log_format: Annotated[
+        LogFormat | None,
+        Meta(description="text or json; unset: text on a terminal, json otherwise"),
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="lowest level that is logged")] = "info"
+    simulate: Annotated[
+        str | None,
+        Meta(
+            description="publish simulated GPUs: the name of a shipped profile or the path of"
+            " one's own",
+            extra={"metavar": "PROFILE"},
+        ),
+    ] = None
+    simulate_control: Annotated[
+        str | None,
+        Meta(
+            description="FIFO that takes lines which change simulated GPUs; made if absent",
+            extra={"metavar": "FIFO"},
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One setting's names and texts, for flags, help and docs.
+
+    Attributes:
+        choices: the only values allowed; () when any is.
+    """
+
+    name: str
+    key: str
+    flag: str
+    envs: tuple[str, ...]
+    metavar: str
+    description: str
+    choices: tuple[str, ...]
+    default: str | float | None
+
+
+def _fields() -> Iterator[Field]:
+    hints = get_type_hints(Settings, include_extras=True)
+    for field in msgspec.structs.fields(Settings):
+        inner, meta = hints[field.name].__origin__, hints[field.name].__metadata__[0]
+        args = getattr(inner, "__args__", ())
+        literals = [getattr(arg, "__args__", (arg,)) for arg in args if arg is not type(None)]
+        choices = tuple(c for group in literals for c in group if isinstance(c, str))
+        stem = field.name.removesuffix("_s")
+        env = ENV_PREFIX + stem.upper()
+        yield Field(
+            name=field.name,
+            key=field.encode_name,
+            flag="--" + stem.replace("_", "-"),
+            envs=(env, "NODE_NAME") if field.name == "node_name" else (env,),
+            metavar=(meta.extra or {}).get("metavar", "|".join(choices)),
+            description=meta.description,
+            choices=choices,
+            default=field.default,
+        )
+
+
+FIELDS: tuple[Field, ...] = tuple(_fields())
+"""Every setting, in the order of ``--help``."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of the configuration file."""
+    settings = msgspec.json.schema(Settings)["$defs"]["Settings"]
+    return {
+        **settings,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "deviceplugin configuration",
+        "properties": {"version": {"const": FILE_VERSION}, **settings["properties"]},
+        "required": ["version"],
+    }
+
+
+def socket_stem(resource: str) -> str:
+    """The start of the file names of a resource's sockets: "vendor.example_gpu".
+
+    At most 48 characters, distinct for distinct resources.
+    """
+    stem = resource.replace("/", "_")
+    if len(stem) <= 48:
+        return stem
+    return stem[:39] + "-" + hashlib.sha256(resource.encode()).hexdigest()[:8]
+
+
+SOCKET_SUFFIX_LENGTH = len(".0123abcd.sock")
+CONTROL_SOCKET = "control.sock"

@@ -1,0 +1,266 @@
+"""The real driver: NVML through ``pynvml`` (from ``nvidia-ml-py``).
+
+Owns the library: loading, one session, its event set, handles. Nothing of it
+leaves: callers get values. What NVML answers means three things here.
+
+- A fact that the card or the library cannot tell (not supported, function
+  missing in an older library, no permission, garbage) is ``None``, and all
+  else goes on.
+- A GPU that is lost or wants a reset costs only itself: a ``Fault``.
+- A driver that is absent, closed or of another version than the library is a
+  ``HardwareError``: close, and come back later.
+
+Surprising facts: a session that saw a GPU lost goes on saying so until the
+library is shut down and initialised again; the list of GPUs is made at
+initialisation, too. Event data may carry a handle of a GPU without events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from deviceplugin.hardware.nvml.calls import (
+    GPU_FAULTS,
+    Calls,
+    GpuTrouble,
+    Handle,
+    bus_id,
+    driver_error,
+    error_name,
+    load_library,
+)
+from deviceplugin.hardware.nvml.links import Links
+from deviceplugin.model import (
+    CallError,
+    DriverGpu,
+    DriverInfo,
+    Fault,
+    GpuId,
+    Reading,
+    Scan,
+    UnreadableGpu,
+    XidEvent,
+)
+
+_EVENTS_AT_ONCE = 64
+"""A storm is handed on in pieces of this size, so that the caller stays responsive."""
+
+_NO_INSTANCE = 0xFFFFFFFF
+
+
+class Nvml:
+    """``Hardware`` on NVML. Used by one thread at a time."""
+
+    def __init__(self, driver_root: Path = Path("/")) -> None:
+        """
+        Args:
+            driver_root: where the library is looked for before the loader's own places.
+        """
+        self._driver_root = driver_root
+        self._open = False
+        self._handles: dict[GpuId, Handle] = {}
+        self._by_address: dict[int, GpuId] = {}
+        self._event_set: Handle | None = None
+        self._listening: set[GpuId] = set()
+        self._calls = Calls()
+        self._stumbled = False
+
+    # --- Hardware -----------------------------------------------------------------
+
+    def scan(self) -> Scan:
+        if not self._open:
+            self._initialise()
+        info = DriverInfo(
+            driver_version=self._calls.ask(pynvml.nvmlSystemGetDriverVersion),
+            library_version=self._calls.ask(pynvml.nvmlSystemGetNVMLVersion),
+            cuda_version=_cuda(self._calls.ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)),
+        )
+        count = self._calls.must(pynvml.nvmlDeviceGetCount)
+        gpus: dict[GpuId, DriverGpu] = {}
+        unreadable = []
+        self._handles.clear()
+        self._by_address.clear()
+        for index in range(count):
+            found = self._gpu(index)
+            if isinstance(found, UnreadableGpu):
+                unreadable.append(found)
+            else:
+                gpus.setdefault(found.id, found)
+        links = Links(self._calls, self._handles)
+        return Scan(info, tuple(gpus.values()), tuple(unreadable), links.between(gpus.values()))
+
+    def read(self) -> tuple[Reading, ...]:
+        return tuple(Reading(gpu, self._probe(handle)) for gpu, handle in self._handles.items())
+
+    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+        if not self._listening:
+            time.sleep(timeout_s)
+            return ()
+        events: list[XidEvent] = []
+        timeout_ms = max(1, round(timeout_s * 1000))
+        while len(events) < _EVENTS_AT_ONCE:
+            try:
+                data = pynvml.nvmlEventSetWait_v2(self._event_set, timeout_ms)
+            except pynvml.NVMLError as error:
+                self._after_wait(error, timeout_s)
+                break
+            self._stumbled = False
+            if data.eventType == pynvml.nvmlEventTypeXidCriticalError:
+                events.append(self._xid_event(data))
+            timeout_ms = 0  # take what is there already
+        return tuple(events)
+
+    def errors(self) -> tuple[CallError, ...]:
+        return self._calls.errors()
+
+    def close(self) -> None:
+        if self._event_set is not None:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(self._event_set)
+        if self._open:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+        self._open = False
+        self._event_set = None
+        self._listening.clear()
+        self._handles.clear()
+        self._by_address.clear()
+
+    # --- the session --------------------------------------------------------------
+
+    def _initialise(self) -> None:
+        load_library(self._driver_root)
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self._calls.count(pynvml.nvmlInit, error)
+            raise driver_error(pynvml.nvmlInit, error) from error
+        self._open = True
+        self._event_set = self._calls.ask(pynvml.nvmlEventSetCreate)
+
+    # --- one GPU ------------------------------------------------------------------
+
+    def _gpu(self, index: int) -> DriverGpu | UnreadableGpu:
+        try:
+            handle = self._calls.call(pynvml.nvmlDeviceGetHandleByIndex, index)
+            uuid = self._calls.call(pynvml.nvmlDeviceGetUUID, handle)
+        except GpuTrouble as trouble:
+            return UnreadableGpu(index, trouble.fault)
+        except pynvml.NVMLError as error:
+            name = error_name(error.value)
+            return UnreadableGpu(index, Fault("unreadable", f"the driver answers {name}"))
+        except UnicodeDecodeError:
+            return UnreadableGpu(index, Fault("unreadable", "its UUID is no text"))
+        if not uuid:
+            return UnreadableGpu(index, Fault("unreadable", "its UUID is empty"))
+        gpu = GpuId(uuid)
+        self._handles.setdefault(gpu, handle)
+        self._by_address.setdefault(_address(handle), gpu)
+        faults: list[Fault] = []
+
+        def tell(call: Callable[..., Any]) -> Any:
+            """A lost GPU tells nothing more: the rest is not asked."""
+            if faults:
+                return None
+            try:
+                return self._calls.ask(call, handle)
+            except GpuTrouble as trouble:
+                faults.append(trouble.fault)
+                return None
+
+        minor = tell(pynvml.nvmlDeviceGetMinorNumber)
+        model = tell(pynvml.nvmlDeviceGetName)
+        pci = tell(pynvml.nvmlDeviceGetPciInfo)
+        memory = tell(pynvml.nvmlDeviceGetMemoryInfo)
+        mig = tell(pynvml.nvmlDeviceGetMigMode)
+        listening = self._listen(gpu, handle)
+        return DriverGpu(
+            id=gpu,
+            index=index,
+            minor=minor,
+            model=model,
+            pci_bus_id=None if pci is None else bus_id(pci),
+            memory_bytes=None if memory is None else memory.total,
+            mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+            events=listening,
+            fault=faults[0] if faults else None,
+        )
+
+    def _listen(self, gpu: GpuId, handle: Handle) -> bool:
+        """Have this GPU's Xid errors reported; False when that is not possible."""
+        if self._event_set is None or gpu in self._listening:
+            return gpu in self._listening
+        try:
+            kinds = self._calls.ask(pynvml.nvmlDeviceGetSupportedEventTypes, handle)
+            if kinds is not None and not kinds & pynvml.nvmlEventTypeXidCriticalError:
+                return False
+            self._calls.call(
+                pynvml.nvmlDeviceRegisterEvents,
+                handle,
+                pynvml.nvmlEventTypeXidCriticalError,
+                self._event_set,
+            )
+        except (pynvml.NVMLError, GpuTrouble):
+            return False
+        self._listening.add(gpu)
+        return True
+
+    def _probe(self, handle: Handle) -> Fault | None:
+        """Ask something that only the GPU itself can answer."""
+        try:
+            if self._calls.ask(pynvml.nvmlDeviceGetMemoryInfo, handle) is None:
+                self._calls.ask(
+                    pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+                )
+        except GpuTrouble as trouble:
+            return trouble.fault
+        return None
+
+    # --- events -------------------------------------------------------------------
+
+    def _after_wait(self, error: Any, timeout_s: float) -> None:
+        if error.value == pynvml.NVML_ERROR_TIMEOUT:
+            self._stumbled = False
+            return
+        self._calls.count(pynvml.nvmlEventSetWait_v2, error)
+        if error.value not in GPU_FAULTS:
+            raise driver_error(pynvml.nvmlEventSetWait_v2, error) from error
+        # One GPU's trouble: say at once that there is something to read, but
+        # do not spin when it is said again and again.
+        if self._stumbled:
+            time.sleep(timeout_s)
+        self._stumbled = True
+
+    def _xid_event(self, data: Any) -> XidEvent:
+        gpu = self._by_address.get(_address(data.device))
+        if gpu is None and data.device:
+            try:
+                uuid = self._calls.ask(pynvml.nvmlDeviceGetUUID, data.device)
+            except GpuTrouble:
+                uuid = None
+            gpu = GpuId(uuid) if uuid in self._handles else None
+        return XidEvent(
+            gpu=gpu,
+            xid=data.eventData,
+            gpu_instance=_instance(data.gpuInstanceId),
+            compute_instance=_instance(data.computeInstanceId),
+        )
+
+
+def _address(handle: Handle) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def _instance(value: int) -> int | None:
+    return None if value == _NO_INSTANCE else value
+
+
+def _cuda(version: int | None) -> str | None:
+    return None if version is None else f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,142 @@
+"""The node's GPUs: driver and host facts merged, compared, and turned into devices. Pure.
+
+A GPU that was once in the inventory stays in it: the kubelet may hold it for
+a pod, and a kubelet whose allocated device vanishes from the list crashes.
+One that the driver no longer lists is kept with ``present=False``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from deviceplugin.model import (
+    Device,
+    DeviceId,
+    DriverGpu,
+    Gpu,
+    GpuId,
+    HostFacts,
+    Inventory,
+    NumaPlace,
+    NumaSource,
+    Scan,
+    Verdict,
+)
+
+_NOT_LOOKED = NumaPlace(None, NumaSource.NO_BUS_ID)
+
+
+def merge(before: Inventory | None, scan: Scan, facts: HostFacts) -> Inventory:
+    """The inventory after a scan.
+
+    A fact that this scan could not tell but an earlier one did is kept: the
+    model or bus id of a GPU that has since been lost is still right.
+    """
+    known = {gpu.id: gpu for gpu in before.gpus} if before is not None else {}
+    gpus: dict[GpuId, Gpu] = {}
+    for seen in scan.gpus:
+        # A driver that lists one UUID twice would publish one device twice.
+        gpus.setdefault(seen.id, _merge_gpu(known.get(seen.id), seen, facts))
+    for gpu in known.values():
+        gpus.setdefault(gpu.id, replace(gpu, present=False))
+    links = {frozenset((link.a, link.b)): link for link in (before.links if before else ())}
+    links.update({frozenset((link.a, link.b)): link for link in scan.links})
+    return Inventory(
+        driver=scan.driver,
+        gpus=tuple(sorted(gpus.values(), key=_pci_order)),
+        links=tuple(links.values()),
+        unreadable=scan.unreadable,
+        control_nodes=facts.control_nodes,
+    )
+
+
+def _merge_gpu(before: Gpu | None, seen: DriverGpu, facts: HostFacts) -> Gpu:
+    minor = seen.minor if seen.minor is not None else facts.minors.get(seen.id)
+    numa = facts.numa.get(seen.id, _NOT_LOOKED)
+    gpu = Gpu(
+        id=seen.id,
+        index=seen.index,
+        minor=minor,
+        model=seen.model,
+        pci_bus_id=seen.pci_bus_id,
+        memory_bytes=seen.memory_bytes,
+        mig_enabled=seen.mig_enabled,
+        events=seen.events,
+        fault=seen.fault,
+        numa=numa,
+        nodes=facts.nodes.get(seen.id, ()),
+    )
+    if before is None or seen.fault is None:
+        return gpu
+    return replace(
+        gpu,
+        minor=gpu.minor if gpu.minor is not None else before.minor,
+        model=gpu.model if gpu.model is not None else before.model,
+        pci_bus_id=gpu.pci_bus_id if gpu.pci_bus_id is not None else before.pci_bus_id,
+        memory_bytes=gpu.memory_bytes if gpu.memory_bytes is not None else before.memory_bytes,
+        mig_enabled=gpu.mig_enabled if gpu.mig_enabled is not None else before.mig_enabled,
+        numa=gpu.numa if gpu.numa.node is not None else before.numa,
+        nodes=gpu.nodes or before.nodes,
+    )
+
+
+def _pci_order(gpu: Gpu) -> tuple[bool, tuple[int, ...], str]:
+    """PCI order; GPUs without a bus id last. Domains can have more than four digits."""
+    if gpu.pci_bus_id is None:
+        return True, (), gpu.id
+    parts = gpu.pci_bus_id.replace(".", ":").split(":")
+    try:
+        return False, tuple(int(part, 16) for part in parts), gpu.id
+    except ValueError:
+        return True, (), gpu.id
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a scan changed, for the log.
+
+    Attributes:
+        added: GPUs seen for the first time.
+        gone: present before, not any more.
+        returned: not present before, and now again.
+    """
+
+    added: tuple[Gpu, ...] = ()
+    gone: tuple[Gpu, ...] = ()
+    returned: tuple[Gpu, ...] = ()
+
+
+def diff(before: Inventory | None, after: Inventory) -> Difference:
+    """Compare two inventories, the later one made by ``merge`` from the earlier."""
+    known = {gpu.id: gpu for gpu in before.gpus} if before is not None else {}
+    added, gone, returned = [], [], []
+    for gpu in after.gpus:
+        was = known.get(gpu.id)
+        if was is None:
+            added.append(gpu)
+        elif was.present and not gpu.present:
+            gone.append(gpu)
+        elif gpu.present and not was.present:
+            returned.append(gpu)
+    return Difference(tuple(added), tuple(gone), tuple(returned))
+
+
+def devices(inventory: Inventory, verdicts: Mapping[GpuId, Verdict]) -> tuple[Device, ...]:
+    """The list to publish: one device for each GPU, in PCI order."""
+    return tuple(
+        Device(
+            id=DeviceId(gpu.id),
+            gpu=gpu.id,
+            health=verdicts[gpu.id].health,
+            numa_nodes=() if gpu.numa.node is None else (gpu.numa.node,),
+        )
+        for gpu in inventory.gpus
+    )
+
+
+def missing_hints(inventory: Inventory) -> Iterable[Gpu]:
+    """GPUs without a NUMA hint on a node where others have one: the kubelet
+    can't use them for aligned requests."""
+    hinted = any(gpu.numa.node is not None for gpu in inventory.gpus)
+    return [gpu for gpu in inventory.gpus if hinted and gpu.numa.node is None]

@@ -1,0 +1,269 @@
+"""/metrics, /healthz and /readyz over HTTP.
+
+Only this module says ``prometheus_client``. A scrape reads the snapshot and
+the counters, never the driver, so it costs the node nothing and a GPU that
+is gone leaves no series behind.
+"""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from deviceplugin import __version__, logs
+from deviceplugin.model import Health
+from deviceplugin.stats import Stats
+from deviceplugin.store import Store
+
+PREFIX = "deviceplugin_"
+BIND_AGAIN_S = 10.0
+
+_log = logs.get("metrics")
+
+_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "registrations": ("Registrations with the kubelet, by result.", ("resource", "result")),
+    "kubelet_restarts": ("Times that the kubelet was seen to have restarted.", ()),
+    "list_updates": ("Device lists sent to the kubelet.", ()),
+    "rpc": ("Calls by the kubelet, by method and gRPC status.", ("method", "code")),
+    "xid_errors": (
+        "Xid errors reported by the driver; gpu is empty when it is not one of ours.",
+        ("gpu", "xid"),
+    ),
+    "health_transitions": ("Changes of a GPU's health, by the new health.", ("gpu", "health")),
+    "driver_errors": ("Driver calls that failed, by the driver's error.", ("call", "code")),
+}
+
+_GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "registered": (
+        "1 while the kubelet is listening to the resource's device list, else 0.",
+        ("resource",),
+    ),
+    "list_and_watch_streams": ("Device list streams that are open.", ()),
+    "monitor_last_success_timestamp_seconds": (
+        "When the driver last answered, in seconds since the epoch.",
+        (),
+    ),
+}
+
+
+class SnapshotCollector(Collector):
+    """Renders the latest snapshot and the counters."""
+
+    def __init__(self, store: Store, stats: Stats, resource: str) -> None:
+        self._store = store
+        self._stats = stats
+        self._resource = resource
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily(
+            PREFIX + "build", "The plugin's version.", value={"version": __version__}
+        )
+        for name, (text, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            counts = self._stats.counts(name)
+            for values, count in (counts or ({} if labels else {(): 0.0})).items():
+                counter.add_metric(values, count)
+            yield counter
+        for name, (text, labels) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            for values, value in self._stats.gauges(name).items():
+                gauge.add_metric(values, value)
+            yield gauge
+        yield from self._devices()
+
+    def _devices(self) -> Iterator[Metric]:
+        snapshot = self._store.snapshot
+        devices = GaugeMetricFamily(
+            PREFIX + "devices",
+            "Devices published to the kubelet, by health.",
+            labels=("resource", "health"),
+        )
+        for health in Health:
+            count = sum(device.health is health for device in snapshot.devices)
+            devices.add_metric((self._resource, health.value), count)
+        yield devices
+        healthy = GaugeMetricFamily(
+            PREFIX + "device_healthy",
+            "1 for a device that is offered to pods, 0 for one that is not.",
+            labels=(
+                "resource",
+                "device",
+                "gpu",
+                "index",
+                "model",
+                "pci_bus_id",
+                "numa_node",
+            ),
+        )
+        reason = GaugeMetricFamily(
+            PREFIX + "device_unhealthy_reason",
+            "Why a device is not offered; the value is since when, in seconds since the epoch.",
+            labels=("resource", "device", "gpu", "reason"),
+        )
+        gpus = {gpu.id: gpu for gpu in snapshot.inventory.gpus} if snapshot.inventory else {}
+        for device in snapshot.devices:
+            gpu, verdict = gpus[device.gpu], snapshot.verdicts[device.gpu]
+            healthy.add_metric(
+                (
+                    self._resource,
+                    device.id,
+                    device.gpu,
+                    str(gpu.index),
+                    gpu.model or "",
+                    gpu.pci_bus_id or "",
+                    "" if gpu.numa.node is None else str(gpu.numa.node),
+                ),
+                device.health is Health.HEALTHY,
+            )
+            if verdict.health is Health.UNHEALTHY:
+                reason.add_metric(
+                    (self._resource, device.id, device.gpu, verdict.reason), verdict.since_s
+                )
+        yield healthy
+        yield reason
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the resolver for this host's name, which can take seconds.
+        socket.socket.bind(self.socket, self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        _log.debug("HTTP request failed", client=client_address)
+
+
+class Endpoint:
+    """The HTTP server, in a thread of its own.
+
+    An address in use is no reason to stop serving GPUs: it is tried again.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        collector: Collector,
+        healthz: Callable[[], list[str]],
+        readyz: Callable[[], list[str]],
+    ) -> None:
+        """
+        Args:
+            healthz, readyz: what is wrong, as sentences; [] answers 200.
+        """
+        self._address = host, port
+        registry = CollectorRegistry()
+        registry.register(collector)
+        ProcessCollector(namespace="deviceplugin", registry=registry)
+        self._handler = _handler(registry, healthz, readyz)
+        self._server: _Server | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve, or to try."""
+        self._thread.start()
+
+    def trouble(self) -> str | None:
+        """What is wrong with this thread, for the liveness probe."""
+        return None if self._thread.is_alive() else "the metrics thread is dead"
+
+    def stop(self) -> None:
+        """Stop listening; waits until the thread has ended."""
+        self._stop.set()
+        with self._lock:
+            server = self._server
+        if server is not None:
+            server.shutdown()
+        self._thread.join(0.5)
+
+    def _run(self) -> None:
+        complained = False
+        while not self._stop.is_set():
+            try:
+                server = _Server(*self._address, self._handler)
+            except OSError as error:
+                if not complained:
+                    _log.error(
+                        "metrics address cannot be had, serving GPUs without it",
+                        address=self._address,
+                        why=error,
+                        retry_every_s=BIND_AGAIN_S,
+                    )
+                complained = True
+                self._stop.wait(BIND_AGAIN_S)
+                continue
+            with self._lock:
+                if self._stop.is_set():
+                    server.server_close()
+                    return
+                self._server = server
+            _log.info("metrics served", host=server.server_name, port=server.server_port)
+            with server:
+                server.serve_forever(poll_interval=0.1)
+            return
+
+
+def _handler(
+    registry: CollectorRegistry,
+    healthz: Callable[[], list[str]],
+    readyz: Callable[[], list[str]],
+) -> type[http.server.BaseHTTPRequestHandler]:
+    probes = {"/healthz": healthz, "/readyz": readyz}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 5.0  # a client that says nothing holds a thread no longer
+        server_version = "deviceplugin"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                encode, content_type = choose_encoder(self.headers.get("Accept") or "")
+                self._send(HTTPStatus.OK, content_type, encode(registry))
+            elif path in probes:
+                wrong = probes[path]()
+                status = HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK
+                text = "".join(f"{line}\n" for line in wrong) or "ok\n"
+                self._send(status, "text/plain; charset=utf-8", text.encode())
+            else:
+                text = "here are /metrics, /healthz and /readyz\n"
+                self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text.encode())
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base's name
+            _log.debug("HTTP request", line=format % args, client=self.client_address[0])
+
+    return Handler

@@ -1,0 +1,115 @@
+"""A gRPC server on a unix socket in the kubelet's directory: one incarnation.
+
+Every incarnation gets a file name never used before: a gRPC server that stops
+unlinks whatever lies at its path, a newer server's socket included. So that
+names do not pile up, ``remove_stale`` clears what a killed plugin left, and
+nothing that still answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from api.v1beta1.api_pb2_grpc import add_DevicePluginServicer_to_server
+from deviceplugin.errors import ServeError
+from deviceplugin.servicer import WORKERS, Servicer
+
+
+def socket_name(stem: str) -> str:
+    """A new file name for a resource's socket: "vendor.example_gpu.1b2c3d4e.sock"."""
+    return f"{stem}.{secrets.token_hex(4)}.sock"
+
+
+def remove_stale(directory: Path, stem: str) -> list[str]:
+    """Remove sockets of earlier incarnations that nobody listens on any more.
+
+    Returns:
+        Names of those that are left because somebody answers there.
+    """
+    ours = re.compile(re.escape(stem) + r"\.[0-9a-f]{8}\.sock")
+    live = []
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.iterdir()):
+            if not ours.fullmatch(path.name) or not path.is_socket():
+                continue
+            if _answers(path):
+                live.append(path.name)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    return live
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(0.2)
+        try:
+            client.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # busy, or not ours to judge
+        return True
+
+
+class PluginServer:
+    """Serves from construction until ``stop``."""
+
+    def __init__(self, path: Path, servicer: Servicer) -> None:
+        """
+        Raises:
+            ServeError: the socket cannot be made; the text says why.
+        """
+        self.path = path
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="rpc")
+        self._server = grpc.server(
+            self._workers, options=(("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 64))
+        )
+        add_DevicePluginServicer_to_server(servicer, self._server)
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+            path.chmod(0o600)  # the kubelet is root, and so are we
+            self._server.start()
+            self._id = self._identity()
+        except (RuntimeError, OSError) as error:
+            self.stop()
+            raise ServeError(f"cannot serve on {path}: {_why(path.parent) or error}") from error
+
+    def in_place(self) -> bool:
+        """Whether the socket can still be found where the kubelet dials it."""
+        return self._identity() == self._id
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.lstat()
+        except OSError:
+            return None
+        return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+
+    def stop(self, timeout_s: float = 0.5) -> None:
+        """End every call and stream, stop listening and remove the socket."""
+        self._server.stop(grace=None).wait(timeout_s)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def _why(directory: Path) -> str | None:
+    """gRPC does not say why a socket could not be made; the usual reasons."""
+    if not directory.is_dir():
+        return "the directory does not exist"
+    if not os.access(directory, os.W_OK):
+        return (
+            "no permission to write there; with SELinux the process needs a type that may use"
+            " container_file_t"
+        )
+    return None
