@@ -1,0 +1,53 @@
+"""What every test has to leave as it found it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread, an open socket or a child process.
+
+    What is ending gets two seconds: a thread that was told to stop needs a moment.
+    """
+    threads, sockets, children = _threads(), _sockets(), _children()
+    yield
+    deadline = time.monotonic() + 2
+    while True:
+        left = [
+            *(f"thread {thread.name}" for thread in _threads() - threads),
+            *(f"socket {name}" for name in _sockets() - sockets),
+            *(f"process {pid}" for pid in _children() - children),
+        ]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + ", ".join(left))
+        time.sleep(0.01)

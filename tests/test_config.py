@@ -1,0 +1,219 @@
+"""deviceplugin.config"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import config
+from deviceplugin.errors import ConfigError
+
+
+def mistakes(
+    flags: dict[str, str] | None = None,
+    env: dict[str, str] | None = None,
+    file: str | None = None,
+) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        config.load(flags or {}, env or {}, None if file is None else ("c.yaml", file))
+    return list(caught.value.mistakes)
+
+
+def test_without_anything_the_documented_defaults_hold() -> None:
+    settings = config.load({}, {}).settings
+    assert settings.resource_name == "vendor.example/gpu"
+    assert settings.device_plugin_dir == "/var/lib/kubelet/device-plugins"
+    assert settings.metrics_address == "0.0.0.0:9451"
+    assert settings.state_dir == "/var/lib/deviceplugin"
+    assert settings.simulate is None
+
+
+def test_a_flag_beats_the_environment_and_that_beats_the_file() -> None:
+    file = ("c.yaml", "version: v1\nresourceName: a.b/file\nlogLevel: error\nsysfsRoot: /f")
+    env = {"DEVICEPLUGIN_RESOURCE_NAME": "a.b/env", "DEVICEPLUGIN_LOG_LEVEL": "debug"}
+    loaded = config.load({"resource_name": "a.b/flag"}, env, file)
+    assert loaded.settings.resource_name == "a.b/flag"
+    assert loaded.settings.log_level == "debug"
+    assert loaded.settings.sysfs_root == "/f"
+    assert loaded.origins["resource_name"] == "flag --resource-name"
+    assert loaded.origins["log_level"] == "environment DEVICEPLUGIN_LOG_LEVEL"
+    assert loaded.origins["sysfs_root"] == "file c.yaml"
+    assert loaded.origins["proc_root"] == "default"
+
+
+def test_node_name_comes_from_the_variable_that_pods_have_anyway() -> None:
+    assert config.load({}, {"NODE_NAME": "n1"}).settings.node_name == "n1"
+    both = {"NODE_NAME": "n1", "DEVICEPLUGIN_NODE_NAME": "n2"}
+    assert config.load({}, both).settings.node_name == "n2"
+
+
+def test_every_field_has_a_flag_a_variable_a_key_and_a_text() -> None:
+    for field in config.FIELDS:
+        assert field.flag.startswith("--")
+        assert all(name.isupper() for name in field.envs)
+        assert field.description
+        assert field.metavar
+    assert len({field.flag for field in config.FIELDS}) == len(config.FIELDS)
+
+
+def test_an_empty_metrics_address_turns_it_off() -> None:
+    assert config.load({}, {"DEVICEPLUGIN_METRICS_ADDRESS": ""}).settings.metrics_address == ""
+
+
+def test_json_is_read_as_well_as_yaml() -> None:
+    file = ("c.json", '{"version": "v1", "pollIntervalS": 1}')
+    assert config.load({}, {}, file).settings.poll_interval_s == 1
+
+
+def test_all_mistakes_are_reported_at_once_with_key_and_origin() -> None:
+    found = mistakes(
+        {"resource_name": "gpu", "poll_interval_s": "soon"},
+        {"DEVICEPLUGIN_METRICS_ADDRESS": "here"},
+        "version: v1\nlogLevel: loud\nsysfsRoot: 7\nresourcename: a.b/c\n",
+    )
+    assert found == [
+        "file c.yaml: resourcename: unknown key; did you mean resourceName?",
+        "file c.yaml: sysfsRoot: 7 is not of type 'string'",
+        "file c.yaml: logLevel: 'loud' is not one of ['debug', 'error', 'info', 'warning']",
+        "flag --resource-name: resourceName: 'gpu' needs a domain, as in 'vendor.example/gpu'",
+        (
+            "environment DEVICEPLUGIN_METRICS_ADDRESS: metricsAddress: 'here' must be HOST:PORT"
+            " with a port from 0 to 65535"
+        ),
+        "flag --poll-interval: pollIntervalS: 'soon' is not a number of seconds",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("", "must hold keys and values, starting with 'version: v1'"),
+        ("- a", "must hold keys and values, starting with 'version: v1'"),
+        ("resourceName: a.b/c", "version: is missing; this release reads 'version: v1'"),
+        ("version: v2", "version: is 'v2'; this release reads 'v1'"),
+        ("version: v1\nstateDir: /a\nstateDir: /b", "line 3: stateDir: is set twice"),
+        ("version: v1\nstateDir: null", "stateDir: None is not of type 'string'"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(text: str, mistake: str) -> None:
+    assert f"file c.yaml: {mistake}" in mistakes(file=text)
+
+
+def test_a_file_that_is_no_yaml_is_refused_with_the_place() -> None:
+    (mistake,) = mistakes(file="version: v1\nlogLevel: [")
+    assert mistake.startswith("file c.yaml: is neither YAML nor JSON: ")
+    assert "line 2" in mistake
+
+
+# Accepted and refused by the kubelet itself.
+@pytest.mark.parametrize("name", ["vendor.example/gpu", "vendor.example/GPU_1.x"])
+def test_names_that_the_kubelet_takes_are_good(name: str) -> None:
+    assert config.check_resource_name(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpu",
+        "kubernetes.io/gpu",
+        "node.kubernetes.io/gpu",
+        "requests.vendor.example/gpu",
+        "vendor.example/a/b",
+        "Vendor.Example/gpu",
+        "vendor_example/gpu",
+        "vendor.example/",
+        "/gpu",
+        "vendor.example/" + "g" * 64,
+        "vendor.example/-gpu",
+        "vendor.example/gpu\n",
+    ],
+)
+def test_names_that_the_kubelet_refuses_are_mistakes(name: str) -> None:
+    (mistake,) = mistakes({"resource_name": name})
+    assert mistake.startswith("flag --resource-name: resourceName: ")
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        ("0.0.0.0:9451", ("0.0.0.0", 9451)),
+        (":9451", ("0.0.0.0", 9451)),
+        ("[::1]:0", ("::1", 0)),
+        ("localhost:65535", ("localhost", 65535)),
+    ],
+)
+def test_addresses_are_host_and_port(address: str, parsed: tuple[str, int]) -> None:
+    assert config.parse_address(address) == parsed
+
+
+@pytest.mark.parametrize("address", ["9451", "a:b", "a:65536", "::1:9451", "a:-1", "a:²"])
+def test_other_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"HOST:PORT|brackets"):
+        config.parse_address(address)
+
+
+def test_a_directory_whose_sockets_would_have_too_long_paths_is_refused() -> None:
+    longest = "/" + "d" * (107 - 1 - 48 - len(".0123abcd.sock") - 1)
+    assert config.load({"device_plugin_dir": longest}, {}).settings.device_plugin_dir == longest
+    (mistake,) = mistakes({"device_plugin_dir": longest + "d"})
+    assert "too long" in mistake
+
+
+@pytest.mark.parametrize("value", ["0.05", "3601", "nan", "-1", "inf"])
+def test_an_interval_out_of_range_is_refused(value: str) -> None:
+    (mistake,) = mistakes({"poll_interval_s": value})
+    assert "is not between 0.1 and 3600 seconds" in mistake
+
+
+def test_control_of_simulated_gpus_needs_simulated_gpus() -> None:
+    (mistake,) = mistakes({"simulate_control": "/run/c"})
+    assert "set simulate too" in mistake
+    assert config.load({"simulate_control": "/run/c", "simulate": "l4x1"}, {}).settings.simulate
+
+
+def test_a_misspelt_variable_is_said_but_does_not_stop_the_daemon() -> None:
+    loaded = config.load({}, {"DEVICEPLUGIN_RESOURCE_NAM": "a.b/c"})
+    (warning,) = loaded.warnings
+    assert warning == (
+        "environment DEVICEPLUGIN_RESOURCE_NAM: no such setting, ignored;"
+        " did you mean DEVICEPLUGIN_RESOURCE_NAME?"
+    )
+
+
+def test_variables_that_the_kubelet_sets_for_a_service_of_our_name_are_no_misspellings() -> None:
+    env = {
+        "DEVICEPLUGIN_SERVICE_HOST": "10.0.0.1",
+        "DEVICEPLUGIN_PORT": "tcp://10.0.0.1:80",
+        "DEVICEPLUGIN_PORT_80_TCP_ADDR": "10.0.0.1",
+        "DEVICEPLUGIN_METRICS_SERVICE_PORT_HTTP": "9451",
+    }
+    assert config.load({}, env).warnings == ()
+
+
+def test_the_schema_describes_every_key() -> None:
+    schema = config.json_schema()
+    assert set(schema["properties"]) == {"version", *(field.key for field in config.FIELDS)}
+    assert schema["additionalProperties"] is False
+
+
+@given(st.text(max_size=300))
+def test_any_file_gives_settings_or_a_config_error(text: str) -> None:
+    outcome: object
+    try:
+        outcome = config.load({}, {}, ("c.yaml", text))
+    except ConfigError as error:
+        outcome = error.mistakes
+    assert outcome
+
+
+@given(st.from_regex(r"[a-z]{1,60}(\.[a-z]{1,60}){0,3}/[A-Za-z0-9]{1,63}", fullmatch=True))
+def test_socket_stems_are_short_file_names(name: str) -> None:
+    stem = config.socket_stem(name)
+    assert len(stem) <= 48
+    assert "/" not in stem
+
+
+def test_long_names_that_differ_at_the_end_get_different_stems() -> None:
+    one, other = ("vendor.example/" + "g" * 60 + end for end in "ab")
+    assert config.socket_stem(one) != config.socket_stem(other)
