@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # gRPC's own log is no use to an operator; whoever debugs it can still ask for it.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
@@ -199,9 +201,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
+    from dataclasses import asdict
+
     from deviceplugin import control
+    from deviceplugin.hardware.host import process_usage
 
     status = control.ask(Path(settings.state_dir), "status")
+    usage = process_usage(status["pid"])
+    status["process"] = asdict(usage) if usage is not None else None
     if arguments.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -210,6 +217,11 @@ def _status(arguments: argparse.Namespace) -> int:
     )
     for reason in status["not_ready_because"]:
         print(f"  {reason}")
+    if usage is not None:
+        print(
+            f"  {usage.resident_bytes / 2**20:.0f} MiB, {usage.cpu_s:.1f} s of CPU in"
+            f" {status['uptime_s']:.0f} s, {usage.threads} threads, {usage.open_files} open files"
+        )
     if status["devices"]:
         _table(
             ("DEVICE", "NUMA", "HEALTH", "REASON"),

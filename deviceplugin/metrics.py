@@ -7,6 +7,7 @@ is gone leaves no series behind.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import threading
@@ -137,8 +138,15 @@ class SnapshotCollector(Collector):
         yield reason
 
 
+class _Stopped(Exception):
+    """Ends ``serve_forever``."""
+
+
 class _Server(http.server.ThreadingHTTPServer):
+    """Sleeps until there is a request or ``stop``: nothing is polled."""
+
     daemon_threads = True
+    stopping = False
 
     def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -149,6 +157,21 @@ class _Server(http.server.ThreadingHTTPServer):
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def serve(self) -> None:
+        """Serve until ``stop``."""
+        with contextlib.suppress(_Stopped):
+            self.serve_forever(poll_interval=3600)
+
+    def stop(self) -> None:
+        """End ``serve``, from another thread."""
+        self.stopping = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the wait for requests
+
+    def service_actions(self) -> None:
+        if self.stopping:
+            raise _Stopped
 
     def handle_error(self, request: object, client_address: object) -> None:
         _log.debug("HTTP request failed", client=client_address)
@@ -196,7 +219,7 @@ class Endpoint:
         with self._lock:
             server = self._server
         if server is not None:
-            server.shutdown()
+            server.stop()
         self._thread.join(0.5)
 
     def _run(self) -> None:
@@ -222,7 +245,7 @@ class Endpoint:
                 self._server = server
             _log.info("metrics served", host=server.server_name, port=server.server_port)
             with server:
-                server.serve_forever(poll_interval=0.1)
+                server.serve()
             return
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deviceplugin.config import file as config_file
-from deviceplugin.config.checks import check, check_resource_name, parse_address
+from deviceplugin.config.checks import check, check_plugin_dir, check_resource_name, parse_address
 from deviceplugin.config.settings import (
     CONTROL_SOCKET,
     ENV_PREFIX,
@@ -98,7 +98,14 @@ def load(
                 f"{origins[field.name]}: {field.key}: {text}"
                 for text in check(field, values[field.name])
             )
-    if values.get("simulate_control") is not None and values.get("simulate") is None:
+    merged = {field.name: field.default for field in FIELDS} | values
+    directory, resource = merged["device_plugin_dir"], merged["resource_name"]
+    if isinstance(directory, str) and isinstance(resource, str):
+        mistakes += (
+            f"{origins['device_plugin_dir']}: devicePluginDir: {text}"
+            for text in check_plugin_dir(directory, resource)
+        )
+    if merged["simulate_control"] is not None and merged["simulate"] is None:
         mistakes.append(
             f"{origins['simulate_control']}: simulateControl: changes simulated GPUs only:"
             " set simulate too, or remove it"

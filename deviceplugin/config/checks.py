@@ -12,6 +12,7 @@ from deviceplugin.config.settings import (
     SOCKET_SUFFIX_LENGTH,
     UNIX_PATH_MAX_BYTES,
     Field,
+    socket_stem,
 )
 
 _DOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -92,7 +93,6 @@ _PATHS = frozenset(
     if field.name.endswith(("_dir", "_root", "_socket")) or field.name == "simulate_control"
 )
 _LONGEST_SOCKET = {
-    "device_plugin_dir": 1 + 48 + SOCKET_SUFFIX_LENGTH,
     "state_dir": 1 + len(CONTROL_SOCKET),
     "pod_resources_socket": 0,
 }
@@ -101,9 +101,19 @@ _LONGEST_SOCKET = {
 def _check_path(name: str, value: str) -> Iterator[str]:
     if not value.startswith("/"):
         yield f"{value!r} is not an absolute path"
-    room = UNIX_PATH_MAX_BYTES - _LONGEST_SOCKET.get(name, -10_000)
-    if len(value.encode()) > room:
+    if name in _LONGEST_SOCKET:
+        yield from _check_length(value, _LONGEST_SOCKET[name])
+
+
+def check_plugin_dir(directory: str, resource: str) -> Iterator[str]:
+    """Whether the resource's sockets have room in the kubelet's directory."""
+    yield from _check_length(directory, 1 + len(socket_stem(resource)) + SOCKET_SUFFIX_LENGTH)
+
+
+def _check_length(path: str, more: int) -> Iterator[str]:
+    room = UNIX_PATH_MAX_BYTES - more
+    if len(path.encode()) > room:
         yield (
-            f"{value!r} is too long: a unix socket in it would pass {UNIX_PATH_MAX_BYTES} bytes;"
+            f"{path!r} is too long: a unix socket in it would pass {UNIX_PATH_MAX_BYTES} bytes;"
             f" at most {room} are possible here"
         )

@@ -11,30 +11,44 @@ import msgspec
 from deviceplugin.config.settings import FIELDS, FILE_VERSION, Settings, json_schema
 
 
-def parse(name: str, text: str, mistakes: list[str]) -> dict[str, Any]:
-    """The file's settings by key; {} and a mistake when it cannot be used."""
+def read_yaml(text: str) -> tuple[Any, list[str]]:
+    """Read YAML, of which JSON is a part.
+
+    Returns:
+        The content, and a sentence for each key that is set twice: YAML says that
+        keys are unique, and PyYAML takes the last one in silence.
+
+    Raises:
+        ValueError: it is no YAML; the text says where.
+    """
     import yaml  # costs 10 ms that a daemon without a file need not pay
 
-    class UniqueKeyLoader(yaml.SafeLoader):
-        """YAML says that keys are unique; PyYAML takes the last one in silence."""
+    twice: list[str] = []
 
+    class UniqueKeyLoader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
                 key = self.construct_object(key_node, deep=True)
-                if isinstance(key, str) and key in seen:
-                    mistakes.append(
-                        f"file {name}: line {key_node.start_mark.line + 1}: {key}: is set twice"
-                    )
-                seen.add(key if isinstance(key, str) else repr(key))
+                if repr(key) in seen:
+                    twice.append(f"line {key_node.start_mark.line + 1}: {key}: is set twice")
+                seen.add(repr(key))
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(text, UniqueKeyLoader)  # noqa: S506  # a SafeLoader
+        return yaml.load(text, UniqueKeyLoader), twice  # noqa: S506  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        mistakes.append(f"file {name}: is neither YAML nor JSON: {reason}")
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def parse(name: str, text: str, mistakes: list[str]) -> dict[str, Any]:
+    """The file's settings by key; {} and a mistake when it cannot be used."""
+    try:
+        content, twice = read_yaml(text)
+    except ValueError as error:
+        mistakes.append(f"file {name}: is neither YAML nor JSON: {error}")
         return {}
+    mistakes += (f"file {name}: {text}" for text in twice)
     if not isinstance(content, dict):
         mistakes.append(
             f"file {name}: must hold keys and values, starting with 'version: {FILE_VERSION}'"

@@ -166,12 +166,12 @@ def json_schema() -> dict[str, Any]:
 def socket_stem(resource: str) -> str:
     """The start of the file names of a resource's sockets: "vendor.example_gpu".
 
-    At most 48 characters, distinct for distinct resources.
+    At most 32 characters, distinct for distinct resources.
     """
     stem = resource.replace("/", "_")
-    if len(stem) <= 48:
+    if len(stem) <= 32:
         return stem
-    return stem[:39] + "-" + hashlib.sha256(resource.encode()).hexdigest()[:8]
+    return stem[:23] + "-" + hashlib.sha256(resource.encode()).hexdigest()[:8]
 
 
 SOCKET_SUFFIX_LENGTH = len(".0123abcd.sock")
