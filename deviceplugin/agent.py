@@ -5,9 +5,10 @@ its actions; every other thread only puts events into that queue. Once a
 second it also looks at the kubelet's directory for itself, so that nothing
 depends on a notification.
 
-What the first registration does not need (metrics, directory watch, control
-socket) is loaded and started after it: a pod that the kubelet admits before
-the plugin is back fails.
+What the first registration does not need (directory watch, control socket,
+metrics) is loaded and started after it, by a short-lived thread, so that the
+main thread stays free to act: a pod that the kubelet admits before the plugin
+is back fails.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import queue
 import random
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +36,7 @@ from deviceplugin.store import Store
 
 LOOK_EVERY_S = 1.0
 LATE_START_S = 0.3
-"""When the rest is started even though there is no kubelet to register with."""
+"""When the rest is started at the latest, registered or not."""
 STUCK_AFTER_S = 30.0
 """Longer than any single thing the main thread does."""
 
@@ -49,11 +51,14 @@ class Part(Protocol):
 
 
 class _Look:
-    """Something in the kubelet's directory has changed."""
+    """Something in the kubelet's directory may have changed."""
 
 
 class _Crash:
-    def __init__(self, cause: BaseException) -> None:
+    """A thread of ours ended by a fault of ours."""
+
+    def __init__(self, who: str, cause: BaseException) -> None:
+        self.who = who
         self.cause = cause
 
 
@@ -82,11 +87,12 @@ class Agent:
             clock,
             poll_interval_s=settings.poll_interval_s,
             on_publishable=lambda: self._events.put(lifecycle.Publishable()),
-            on_crash=lambda cause: self._events.put(_Crash(cause)),
+            on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
         )
+        self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)
+        self._can_watch = False
         self._started_s = clock.monotonic()
         self._beat_s = self._started_s
-        self._late_started = False
         self._exit_code: int | None = None
 
     # --- running --------------------------------------------------------------------
@@ -131,13 +137,8 @@ class Agent:
             if now_s >= look_due_s:
                 self._look()
                 look_due_s = now_s + LOOK_EVERY_S
-            if not self._late_started and now_s - self._started_s >= LATE_START_S:
-                self._start_late()
-            due = [look_due_s]
-            if self._state.due_s is not None:
-                due.append(self._state.due_s)
-            if not self._late_started:
-                due.append(self._started_s + LATE_START_S)
+            late_due_s = self._start_the_rest(now_s)
+            due = [s for s in (look_due_s, self._state.due_s, late_due_s) if s is not None]
             try:
                 event = self._events.get(timeout=max(0.0, min(due) - self._clock.monotonic()))
             except queue.Empty:
@@ -147,16 +148,28 @@ class Agent:
                 case _Look():
                     self._look()
                 case _Crash():
-                    _log.error("stopping: the monitor died", cause=event.cause)
+                    _log.error("stopping: a thread died", thread=event.who, cause=event.cause)
                     self._exit_code = 1
                 case _:
                     self._step(event)
+
+    def _start_the_rest(self, now_s: float) -> float | None:
+        """Start what can be late, once it is time; when that is, or None if it was."""
+        if self._late.ident is not None:
+            return None
+        due_s = self._started_s + LATE_START_S
+        if self._state.phase is not Phase.REGISTERED and now_s < due_s:
+            return due_s
+        self._late.start()
+        return None
 
     def _wind_down(self) -> int:
         """Stop everything. Each step is bounded: together well under a second."""
         self._monitor.stop()
         self._close_registration()
         self._stop_server()
+        if self._late.ident is not None:
+            self._late.join(0.5)
         for part in self._parts:
             part.stop()
         self._watch.stop()
@@ -177,28 +190,34 @@ class Agent:
 
     def _look(self) -> None:
         """See for ourselves what lies in the kubelet's directory."""
-        if self._late_started:
+        if self._can_watch:
             self._watch.ensure()
         self._step(lifecycle.KubeletSocket(kubelet.socket_id(self._directory)))
         if self._server is not None and not self._server.in_place():
             self._step(lifecycle.OwnSocketGone(self._state.incarnation))
 
     def _start_late(self) -> None:
-        self._late_started = True
-        self._look()
-        from deviceplugin.control import ControlServer  # late, see the module's text
+        """Load and start the rest; in a thread of its own."""
+        try:
+            kubelet.DirectoryWatch.load()
+            self._can_watch = True
+            self._look_soon()
+            from deviceplugin.control import ControlServer
 
-        control = ControlServer(Path(self._settings.state_dir), {"status": self._status})
-        if control.start():
-            self._parts.append(control)
-        if self._settings.metrics_address:
-            from deviceplugin.metrics import Endpoint, SnapshotCollector
+            control = ControlServer(Path(self._settings.state_dir), {"status": self._status})
+            if control.start():
+                self._parts.append(control)
+            if self._settings.metrics_address:
+                from deviceplugin.metrics import Endpoint, SnapshotCollector
 
-            collector = SnapshotCollector(self._store, self._stats, self._settings.resource_name)
-            host, port = parse_address(self._settings.metrics_address)
-            endpoint = Endpoint(host, port, collector, self.unhealthy, self.unready)
-            endpoint.start()
-            self._parts.append(endpoint)
+                resource = self._settings.resource_name
+                host, port = parse_address(self._settings.metrics_address)
+                collector = SnapshotCollector(self._store, self._stats, resource)
+                endpoint = Endpoint(host, port, collector, self.unhealthy, self.unready)
+                endpoint.start()
+                self._parts.append(endpoint)
+        except Exception as error:  # noqa: BLE001  # a thread that dies must be heard of
+            self._events.put(_Crash("late start", error))
 
     # --- the lifecycle's actions --------------------------------------------------------
 

@@ -8,6 +8,7 @@ limits), so whoever uses it looks for itself from time to time as well.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,11 @@ class DirectoryWatch:
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
         self._complained = ""
+
+    @staticmethod
+    def load() -> None:
+        """Load what ``ensure`` needs, which takes tens of milliseconds."""
+        importlib.import_module("watchdog.observers")
 
     def ensure(self) -> bool:
         """Watch the directory that lies at the path now, if that is possible.

@@ -127,7 +127,11 @@ def set_up(form: str | None, level: str, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream)
     text = form == "text" or (form is None and stream.isatty())
     handler.setFormatter(TextFormatter() if text else _json_formatter())
-    root = logging.getLogger(_ROOT)
-    root.handlers[:] = [handler]
-    root.propagate = False
-    root.setLevel(level.upper())
+    ours = logging.getLogger(_ROOT)
+    ours.handlers[:] = [handler]
+    ours.propagate = False
+    ours.setLevel(level.upper())
+    # What libraries have to say comes in the same form; watchdog warns of
+    # events that come while it is being stopped, which is no news.
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("watchdog").setLevel(logging.ERROR)

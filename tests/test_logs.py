@@ -25,11 +25,15 @@ class Broken(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _put_logging_back() -> Iterator[None]:
-    root = logging.getLogger("deviceplugin")
-    before = root.handlers[:], root.level, root.propagate, logging.raiseExceptions
+    loggers = [logging.getLogger(name) for name in (None, "deviceplugin", "watchdog")]
+    before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
+    raising = logging.raiseExceptions
     yield
-    root.handlers[:], level, root.propagate, logging.raiseExceptions = before
-    root.setLevel(level)
+    logging.raiseExceptions = raising
+    for log, handlers, level, propagate in before:
+        log.propagate = propagate
+        log.handlers[:] = handlers
+        log.setLevel(level)
 
 
 def test_a_pipe_gets_one_json_object_a_line() -> None:
@@ -93,6 +97,15 @@ def test_the_cause_of_an_error_is_written_with_its_traceback() -> None:
     except ValueError as error:
         logs.get("agent").error("stopping", cause=error)
     assert "ValueError: why" in json.loads(out.getvalue())["exc_info"]
+
+
+def test_what_libraries_say_comes_in_the_same_form() -> None:
+    out = io.StringIO()
+    logs.set_up("json", "info", out)
+    logging.getLogger("somelibrary").warning("careful with %s", "that")
+    logging.getLogger("somelibrary").info("never mind")
+    line = json.loads(out.getvalue())
+    assert (line["part"], line["event"]) == ("somelibrary", "careful with that")
 
 
 def test_a_full_disk_does_not_reach_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
