@@ -37,9 +37,7 @@ class Kubelet(RegistrationServicer):
         self._server.add_insecure_port(f"unix:{directory / 'kubelet.sock'}")
         self._server.start()
 
-    def Register(  # noqa: N802  # the protocol's name
-        self, request: pb.RegisterRequest, context: grpc.ServicerContext
-    ) -> pb.Empty:
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.Empty:
         return self._answer(request, context)
 
     def stop(self) -> None:

@@ -1,15 +1,27 @@
 """Simulated GPUs: ``Hardware`` and ``Host`` from a profile, changed while they run.
 
-One thread of the daemon uses ``SimulatedHardware``; any other may inject.
-Whatever is injected ends a ``wait`` at once: an Xid by being returned, a GPU
-that is lost, back or reset by an early return without events, which by the
-rule of ``Hardware.wait`` means "read, and see". Unlike real hardware a
-simulated GPU that is back needs no new session to be seen.
+Owns what is injected until the daemon has heard of it. One thread uses
+``SimulatedHardware`` as ``Hardware``; any other may inject meanwhile. Nothing
+touches the machine: no driver, no device node, no file.
+
+How a change is noticed at once: every injection ends the ``wait`` in progress,
+an Xid by being returned, an outage by being raised, a GPU that is lost, back
+or reset by ``()`` before the time is up. Such a ``wait`` goes on returning at
+once until ``read`` was called, so a caller that polls after an early ``()``
+can't miss a change, however late in its wait that came.
+
+Surprising: Xid errors and resets come out in the order in which they went in.
+``read`` withholds a reset while ``wait`` still has an earlier Xid to tell, and
+the other way round; else a fault and its cure could be heard in the wrong
+order, and the GPU stay unhealthy for good. Unlike with real hardware, a GPU
+that is back is seen without a new session, and what happens while the driver
+is closed is told after the next ``scan``.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import replace
 
 from deviceplugin.errors import HardwareError, ProfileError
@@ -29,6 +41,8 @@ from deviceplugin.sim.profile import Profile
 
 LOST = Fault("lost", "the simulated GPU is lost")
 
+CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
+
 
 class SimulatedHardware:
     """A driver with the GPUs of a profile."""
@@ -36,17 +50,20 @@ class SimulatedHardware:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._changed = threading.Condition()
-        self._events: list[XidEvent] = []
-        self._lost: set[GpuId] = set()
-        self._reset: set[GpuId] = set()
+        self._open = False
         self._failure: HardwareError | None = None
-        self._look = False
+        self._lost: set[GpuId] = set()
+        self._untold: deque[XidEvent | GpuId] = deque()
+        """In order: Xid errors for ``wait`` to tell, GPUs that were reset for ``read``."""
+        self._unread = False
+        """Something changed that ``read`` has not told yet."""
 
     # --- Hardware -------------------------------------------------------------------
 
     def scan(self) -> Scan:
         with self._changed:
             self._check()
+            self._open = True
             gpus = tuple(
                 replace(gpu, fault=LOST) if gpu.id in self._lost else gpu
                 for gpu in self._profile.gpus
@@ -56,7 +73,12 @@ class SimulatedHardware:
     def read(self) -> tuple[Reading, ...]:
         with self._changed:
             self._check()
-            reset, self._reset = self._reset, set()
+            if not self._open:
+                return ()
+            self._unread = False
+            reset = set()
+            while self._untold and not isinstance(self._untold[0], XidEvent):
+                reset.add(self._untold.popleft())
             return tuple(
                 Reading(gpu.id, LOST if gpu.id in self._lost else None, gpu.id in reset)
                 for gpu in self._profile.gpus
@@ -64,26 +86,30 @@ class SimulatedHardware:
 
     def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._events or self._look or self._failure is not None, timeout_s
-            )
+            self._changed.wait_for(self._has_news, timeout_s)
             self._check()
-            # Xids are handed out before the look: a reset that follows one must
-            # not be read before it.
-            events, self._events = tuple(self._events), []
-            if not events:
-                self._look = False
-            return events
+            events = []
+            while self._open and self._untold and isinstance(self._untold[0], XidEvent):
+                events.append(self._untold[0])
+                self._untold.popleft()
+            return tuple(events)
 
     def errors(self) -> tuple[CallError, ...]:
         return ()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        with self._changed:
+            self._open = False
+
+    def _has_news(self) -> bool:
+        if self._failure is not None:
+            return True
+        return self._open and (self._unread or bool(self._untold))
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            # The same error is raised again and again: its trace must not grow.
+            raise self._failure.with_traceback(None)
 
     # --- what is injected -------------------------------------------------------------
 
@@ -111,8 +137,7 @@ class SimulatedHardware:
         """The driver reports an Xid error."""
         event = XidEvent(self.find(gpu).id, code, gpu_instance, compute_instance)
         with self._changed:
-            self._reset.discard(self.find(gpu).id)  # that was before
-            self._events.append(event)
+            self._untold.append(event)
             self._changed.notify_all()
 
     def lose(self, gpu: str) -> None:
@@ -134,38 +159,42 @@ class SimulatedHardware:
         found = self.find(gpu).id
         with self._changed:
             self._lost.discard(found)
-            self._reset.add(found)
+            self._untold.append(found)
             self._wake()
 
     def fail(self, error: HardwareError | None) -> None:
-        """Every call fails with this error, until None ends it."""
+        """Every call fails with this error, until None ends it. ``close`` does not."""
         with self._changed:
             self._failure = error
             self._wake()
 
     def _wake(self) -> None:
-        self._look = True
+        self._unread = True
         self._changed.notify_all()
 
 
 class SimulatedHost:
-    """The host's files of a profile. A device node that is not there would keep
-    a container from starting, so none are named unless asked for."""
+    """The host's files as a profile has them."""
 
     def __init__(self, profile: Profile, *, nodes: bool = False) -> None:
+        """
+        Args:
+            nodes: name device nodes, too. Only where no container is started:
+                a container runtime refuses nodes that the host does not have.
+        """
         self._profile = profile
         self._nodes = nodes
 
     def facts(self, scan: Scan) -> HostFacts:
-        places = zip(self._profile.gpus, self._profile.numa, strict=True)
-        numa = {gpu.id: self._place(node) for gpu, node in places}
-        known = [gpu for gpu in scan.gpus if gpu.id in numa]
+        nodes = dict(zip((gpu.id for gpu in self._profile.gpus), self._profile.numa, strict=True))
+        known = [gpu for gpu in scan.gpus if gpu.id in nodes]
+        numa = {gpu.id: self._place(nodes[gpu.id]) for gpu in known}
         if not self._nodes:
             return HostFacts(numa)
         return HostFacts(
             numa,
             nodes={gpu.id: (f"/dev/nvidia{gpu.minor}",) for gpu in known},
-            control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"),
+            control_nodes=CONTROL_NODES,
         )
 
     def _place(self, node: int | None) -> NumaPlace:

@@ -6,12 +6,18 @@
     reset GPU       it was reset, and answers
 
 GPU is an index or a UUID; blank lines and those that start with # are passed
-over. A line that is none of these is reported and ignored.
+over. ``parse`` is pure; ``ControlFifo`` owns the FIFO and the thread that reads
+it. A line that cannot be understood or done is reported and ignored; nothing
+that comes through the FIFO ends the thread. A line counts when its line break
+has arrived: what a writer left unfinished is continued by the next one.
+
+    echo 'xid 0 79' > /path/of/the/fifo
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import stat
 import threading
@@ -23,6 +29,8 @@ from deviceplugin.errors import ConfigError, DevicePluginError
 from deviceplugin.sim.gpus import SimulatedHardware
 
 LINE_MAX_BYTES = 4096
+SHOWN_MAX = 80
+"""How much of a bad line is reported."""
 FORMS = "xid GPU CODE, lost GPU, back GPU, reset GPU"
 
 
@@ -56,14 +64,19 @@ def parse(line: str) -> Command | None:
     match words:
         case [("lost" | "back" | "reset") as verb, gpu]:
             return Command(verb, gpu)
-        case ["xid", gpu, code]:
-            if not code.isascii() or not code.isdigit() or len(code) > 6:
-                raise BadLine(f"{code!r} is no Xid code; the forms are: {FORMS}")
+        case ["xid", gpu, code] if re.fullmatch("[0-9]{1,6}", code):
             return Command("xid", gpu, int(code))
-        case [("lost" | "back" | "reset" | "xid") as verb, *rest]:
-            raise BadLine(f"{verb!r} does not take {len(rest)} words; the forms are: {FORMS}")
+        case ["xid", _, code]:
+            trouble = f"{_show(code)} is no Xid code"
+        case [("xid" | "lost" | "back" | "reset") as verb]:
+            trouble = f"{verb!r} needs a GPU"
+        case ["xid", gpu]:
+            trouble = f"'xid' needs a code after {_show(gpu)}"
+        case ["xid", _, _, extra, *_] | ["lost" | "back" | "reset", _, extra, *_]:
+            trouble = f"{_show(extra)} is one word too many"
         case _:
-            raise BadLine(f"{words[0]!r} is no command; the forms are: {FORMS}")
+            trouble = f"{_show(words[0])} is no command"
+    raise BadLine(f"{trouble}; the forms are: {FORMS}")
 
 
 def perform(command: Command, hardware: SimulatedHardware) -> None:
@@ -87,7 +100,7 @@ class ControlFifo:
     """Reads control lines from a FIFO, in a thread of its own, until ``stop``.
 
     The FIFO is opened for reading and writing, so that the end of one writer
-    is no end of file and the next one can come.
+    is no end of file: the next one can come, and the thread sleeps meanwhile.
     """
 
     def __init__(
@@ -99,7 +112,8 @@ class ControlFifo:
     ) -> None:
         """
         Args:
-            on_bad_line: told the line and what is wrong with it.
+            on_bad_line: told the line, shortened and printable, and what is wrong
+                with it. Like the next one called in the thread; must not raise.
             on_command: told what was done.
         """
         self._path = path
@@ -107,7 +121,7 @@ class ControlFifo:
         self._on_bad_line = on_bad_line
         self._on_command = on_command
         self._made = False
-        self._fifo = self._wake_read = self._wake_write = -1
+        self._fifo = self._stop = -1
         self._thread = threading.Thread(target=self._run, name="simulate-control", daemon=True)
 
     def start(self) -> None:
@@ -117,56 +131,62 @@ class ControlFifo:
             ConfigError: there is something else at the path, or it cannot be made.
         """
         try:
-            try:
-                os.mkfifo(self._path, 0o600)
-                self._made = True
-            except FileExistsError:
-                if not stat.S_ISFIFO(self._path.stat().st_mode):
-                    raise ConfigError(
-                        [f"simulateControl: {self._path} is there already and is no FIFO"]
-                    ) from None
-            self._fifo = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._open()
         except OSError as error:
+            self._close()
             raise ConfigError(
                 [f"simulateControl: {self._path} cannot be made or opened: {error.strerror}"]
             ) from error
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; removes the FIFO if ``start`` made it."""
-        if self._thread.ident is None:
-            return
-        os.write(self._wake_write, b"x")
-        self._thread.join()
-        for descriptor in (self._fifo, self._wake_read, self._wake_write):
-            os.close(descriptor)
+        """End the thread; removes the FIFO if ``start`` made it. Twice is once."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+        self._close()
+
+    def _open(self) -> None:
+        try:
+            os.mkfifo(self._path, 0o600)
+            self._made = True
+        except FileExistsError:
+            if not stat.S_ISFIFO(self._path.stat().st_mode):
+                raise ConfigError(
+                    [f"simulateControl: {self._path} is there already and is no FIFO"]
+                ) from None
+        self._fifo = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def _close(self) -> None:
+        for descriptor in (self._fifo, self._stop):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._fifo = self._stop = -1
         if self._made:
+            self._made = False
             self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        pending = b""
-        too_long = False
         poll = select.poll()
-        for descriptor in (self._fifo, self._wake_read):
+        for descriptor in (self._fifo, self._stop):
             poll.register(descriptor, select.POLLIN)
-        while True:
-            ready = dict(poll.poll())
-            if self._wake_read in ready:
-                return
+        rest, too_long = b"", False
+        while self._stop not in dict(poll.poll()):
             try:
-                pending += os.read(self._fifo, 65536)
-            except BlockingIOError:
+                chunk = os.read(self._fifo, 65536)
+            except BlockingIOError:  # somebody else read it
                 continue
-            *lines, pending = pending.split(b"\n")
+            *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 if too_long or len(line) > LINE_MAX_BYTES:
-                    self._on_bad_line(_show(line), f"longer than {LINE_MAX_BYTES} bytes")
+                    why = f"is longer than {LINE_MAX_BYTES} bytes"
+                    self._on_bad_line(_printable(line), why)
                 else:
                     self._line(line)
                 too_long = False
-            if len(pending) > LINE_MAX_BYTES:
-                pending, too_long = pending[:80], True
+            if len(rest) > LINE_MAX_BYTES:  # keep what the report needs, and drop what follows
+                rest, too_long = rest[:SHOWN_MAX], True
 
     def _line(self, line: bytes) -> None:
         try:
@@ -175,12 +195,21 @@ class ControlFifo:
                 perform(command, self._hardware)
                 self._on_command(command)
         except UnicodeDecodeError:
-            self._on_bad_line(_show(line), "is no UTF-8")
+            self._on_bad_line(_printable(line), "is not UTF-8")
         except DevicePluginError as error:
-            self._on_bad_line(_show(line), str(error))
+            self._on_bad_line(_printable(line), str(error))
 
 
-def _show(line: bytes) -> str:
-    """A bad line for a log: cut, and readable whatever it holds."""
-    text = line[:80].decode("utf-8", "backslashreplace")
-    return text if len(line) <= 80 else text + "…"
+def _show(word: str) -> str:
+    """A word in a sentence: quoted, and no longer than a sentence bears."""
+    return repr(word) if len(word) <= SHOWN_MAX else f"{word[:SHOWN_MAX]!r}…"
+
+
+def _printable(line: bytes) -> str:
+    """A bad line for a log: cut, and harmless to a terminal whatever it holds."""
+    text = line[:SHOWN_MAX].decode("utf-8", "backslashreplace")
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+        for each in text
+    )
+    return shown if len(line) <= SHOWN_MAX else f"{shown}…"

@@ -67,14 +67,12 @@ class Kubelet:
         self._admission = threading.Lock()
         self._server: LinkedServer | None = None
         self._pod_resources: LinkedServer | None = None
-        self._stopping = threading.Event()
         self._dying: threading.Thread | None = None
 
     # --- starting and stopping ----------------------------------------------------------
 
     def start(self) -> None:
         """Wipe the directory's sockets, read the checkpoint, make kubelet.sock."""
-        self._stopping.clear()
         self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         for path in list(self.directory.iterdir()):  # one listing, taken up front
             if path.is_socket():
@@ -98,7 +96,6 @@ class Kubelet:
 
     def stop(self) -> None:
         """As killed: connections end, files stay, kubelet.sock refuses."""
-        self._stopping.set()
         for server in (self._server, self._pod_resources):
             if server is not None:
                 server.close()
@@ -234,15 +231,11 @@ class Kubelet:
             case Fault.REFUSE:
                 self._refuse(request, context, self.refusal)
             case Fault.HANG:
-                context.add_callback(self._wake)
-                while context.is_active() and not self._stopping.wait(0.05):
-                    pass
-                return pb.Empty()
+                return self._never_answer(context)
             case Fault.DIE:
                 self._dying = threading.Thread(target=self.stop, name="kubelet dies")
                 self._dying.start()
-                self._stopping.wait()
-                return pb.Empty()
+                return self._never_answer(context)
             case Fault.NO_DIAL_BACK:
                 return pb.Empty()
             case Fault.NONE | Fault.NO_STREAM:
@@ -313,9 +306,13 @@ class Kubelet:
             self.events.append(Event(kind, time.monotonic(), resource, detail))
             self._devices.lock.notify_all()
 
-    def _wake(self) -> None:
-        with self._devices.lock:
-            self._devices.lock.notify_all()
+    @staticmethod
+    def _never_answer(context: grpc.ServicerContext) -> pb.Empty:
+        """Until the caller gives up or this kubelet's server is closed."""
+        ended = threading.Event()
+        if context.add_callback(ended.set):
+            ended.wait()
+        return pb.Empty()
 
 
 class _Registration(RegistrationServicer):
