@@ -25,8 +25,11 @@ WAIT_S = 0.1
 """The longest single wait for events: what a stop may have to wait for."""
 RESCAN_S = 60.0
 REOPEN_POLLS = 6
-"""While a GPU is silent the driver is opened anew after so many polls: within
-one session NVML never takes back that a GPU is lost."""
+REOPEN_POLLS_MAX = 48
+"""While a GPU is silent or unreadable the driver is opened anew after so many
+polls: within one session NVML never takes back that a GPU is lost. Each time
+in vain doubles the number, since opening is costly where no persistence daemon
+runs."""
 BACK_OFF_FIRST_S = 1.0
 BACK_OFF_MAX_S = 30.0
 REPEAT_LOG_S = 60.0
@@ -137,7 +140,8 @@ class Monitor:
         """From a scan to the stop, or to the driver's failure."""
         self._scan()
         now_s = self._clock.monotonic()
-        poll_due_s, rescan_due_s, silent_polls = now_s, now_s + RESCAN_S, 0
+        poll_due_s, rescan_due_s = now_s, now_s + RESCAN_S
+        silent_polls, reopen_polls = 0, REOPEN_POLLS
         while not self._stop.is_set():
             self._beat(in_driver=True)
             asked_s = self._clock.monotonic()
@@ -149,12 +153,15 @@ class Monitor:
             elif now_s - asked_s < wait_s / 2:
                 poll_due_s = now_s  # an early return without events: look
             if now_s >= poll_due_s:
-                silent_polls = silent_polls + 1 if self._poll() else 0
+                if self._poll():
+                    silent_polls, reopen_polls = 0, REOPEN_POLLS
+                else:
+                    silent_polls += 1
                 poll_due_s = now_s + self._poll_interval_s
-            if now_s >= rescan_due_s or silent_polls >= REOPEN_POLLS:
-                if silent_polls >= REOPEN_POLLS:
+            if now_s >= rescan_due_s or silent_polls >= reopen_polls:
+                if silent_polls >= reopen_polls:
                     self._hardware.close()
-                silent_polls = 0
+                    silent_polls, reopen_polls = 0, min(2 * reopen_polls, REOPEN_POLLS_MAX)
                 self._scan()
                 rescan_due_s = now_s + RESCAN_S
             self._count_errors()
@@ -224,7 +231,7 @@ class Monitor:
                 )
 
     def _poll(self) -> bool:
-        """Ask every GPU how it is. Whether one does not answer, or is missing."""
+        """Ask every GPU how it is. Whether all that ought to be there answer."""
         readings = self._hardware.read()
         now_s = self._clock.time()
         snapshot = self._store.snapshot
@@ -232,10 +239,11 @@ class Monitor:
         for reading in readings:
             if reading.gpu in verdicts:
                 verdicts[reading.gpu] = health.on_reading(verdicts[reading.gpu], reading, now_s)
-        if snapshot.inventory is not None:
-            self._publish(snapshot.inventory, verdicts)
+        if snapshot.inventory is None:
+            return True
+        self._publish(snapshot.inventory, verdicts)
         answering = {reading.gpu for reading in readings if reading.fault is None}
-        return not answering.issuperset(verdicts)
+        return answering.issuperset(verdicts) and not snapshot.inventory.unreadable
 
     def _events(self, events: tuple[XidEvent, ...]) -> None:
         now_s = self._clock.time()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests import fakenvml
+from tests.daemon import Node, short_directory
 
 
 def _threads() -> set[threading.Thread]:
@@ -51,3 +56,21 @@ def _nothing_left_behind() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + ", ".join(left))
         time.sleep(0.01)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A node with a kubelet that is not started yet."""
+    with short_directory() as directory, contextlib.ExitStack() as stack:
+        yield Node(directory, stack)
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake driver library, whole."""
+    try:
+        return fakenvml.build(tmp_path_factory.mktemp("nvml"))
+    except fakenvml.NoCompiler as error:
+        if "CI" in os.environ:
+            pytest.fail(str(error))
+        pytest.skip(str(error))

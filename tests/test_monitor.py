@@ -238,6 +238,16 @@ def test_while_a_gpu_is_silent_the_driver_is_opened_anew_now_and_then(
     watched.wait_reason(0, "")
 
 
+def test_a_gpu_that_could_not_be_read_at_first_is_found_later(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    hardware.result = Scan(DriverInfo("1"), (driver_gpu(1),), (UnreadableGpu(0, LOST),))
+    watched = start(0.01)
+    watched.wait_for(lambda s: len(s.devices) == 1)
+    hardware.result = Scan(DriverInfo("1"), (driver_gpu(0), driver_gpu(1)))
+    watched.wait_for(lambda s: len(s.devices) == 2)
+
+
 def test_a_driver_that_fails_costs_no_device_and_is_opened_again(
     hardware: ScriptedHardware, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

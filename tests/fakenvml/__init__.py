@@ -386,10 +386,10 @@ def write_sysfs(
 
 
 def write_dev(root: Path, minors: Iterable[int]) -> None:
-    """Make what stands for /dev: plain files named as the driver's device nodes."""
+    """Make what stands for /dev: links to a character device, named as the driver's nodes."""
     root.mkdir(parents=True, exist_ok=True)
     for name in (*(f"nvidia{minor}" for minor in minors), "nvidiactl", "nvidia-uvm"):
-        (root / name).touch()
+        (root / name).symlink_to("/dev/null")
 
 
 def _check_names(functions: Iterable[str]) -> None:

@@ -162,6 +162,11 @@ class Kubelet:
         """Whether a plugin is connected under this name."""
         return self._registered(resource) is not None
 
+    @property
+    def register_calls(self) -> int:
+        """How often Register was called, over all incarnations."""
+        return len(self.happened("register"))
+
     def pods(self) -> tuple[Pod, ...]:
         """Those that were admitted and not removed."""
         return tuple(self._pods.values())
