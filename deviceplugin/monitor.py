@@ -21,7 +21,7 @@ from deviceplugin.model import Fault, GpuId, Health, Inventory, Snapshot, Verdic
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
-WAIT_S = 0.1
+WAIT_S = 0.2
 """The longest single wait for events: what a stop may have to wait for."""
 RESCAN_S = 60.0
 REOPEN_POLLS = 6

@@ -1,0 +1,1 @@
+"""Benchmarks: figures to compare with the run before, no timed tests."""
