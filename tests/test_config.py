@@ -100,6 +100,11 @@ def test_a_file_that_does_not_fit_is_refused(text: str, mistake: str) -> None:
     assert f"file c.yaml: {mistake}" in mistakes(file=text)
 
 
+@pytest.mark.parametrize("value", ['!!int ""', "!!bool 7", "!!float x", "[" * 5000, "&a [*a]"])
+def test_what_yaml_itself_stumbles_over_is_a_mistake(value: str) -> None:
+    assert mistakes(file=f"version: v1\nlogLevel: {value}")
+
+
 def test_a_file_that_is_no_yaml_is_refused_with_the_place() -> None:
     (mistake,) = mistakes(file="version: v1\nlogLevel: [")
     assert mistake.startswith("file c.yaml: is neither YAML nor JSON: ")

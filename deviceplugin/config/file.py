@@ -37,7 +37,8 @@ def read_yaml(text: str) -> tuple[Any, list[str]]:
 
     try:
         return yaml.load(text, UniqueKeyLoader), twice  # noqa: S506  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # LookupError and AttributeError: PyYAML's answer to such as `!!int ""` and `!!bool 7`
         raise ValueError(" ".join(str(error).split())) from error
 
 

@@ -122,10 +122,8 @@ class SimulatedHardware:
         for gpu in self._profile.gpus:
             if name in (gpu.id, str(gpu.index)):
                 return gpu
-        last = len(self._profile.gpus) - 1
-        raise ProfileError(
-            [f"there is no GPU {name!r}: give an index from 0 to {last}, or a UUID of this profile"]
-        )
+        choice = f"an index from 0 to {len(self._profile.gpus) - 1}, or a UUID of this profile"
+        raise ProfileError([f"there is no GPU {name[:80]!r}: give {choice}"])
 
     def xid(
         self,

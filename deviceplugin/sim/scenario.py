@@ -185,8 +185,8 @@ class ControlFifo:
                 else:
                     self._line(line)
                 too_long = False
-            if len(rest) > LINE_MAX_BYTES:  # keep what the report needs, and drop what follows
-                rest, too_long = rest[:SHOWN_MAX], True
+            if len(rest) > LINE_MAX_BYTES:  # keep what the report needs, one byte to show a cut
+                rest, too_long = rest[: SHOWN_MAX + 1], True
 
     def _line(self, line: bytes) -> None:
         try:
