@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,10 @@ def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # Until the agent has handlers of its own; as process 1 of a container the
+    # kernel would ignore the signals else.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     loaded = _load(arguments)
     settings = loaded.settings
     hardware, host = _parts(settings)
@@ -170,9 +175,11 @@ def _run(arguments: argparse.Namespace) -> int:
             on_command=lambda command: log.info("control line", command=command),
         )
         control.start()
-    code = agent.run()
-    if control is not None:
-        control.stop()
+    try:
+        code = agent.run()
+    finally:
+        if control is not None:
+            control.stop()
     if agent.stuck:
         sys.stderr.flush()
         os._exit(code)  # a thread that hangs in the driver would keep the process

@@ -234,13 +234,6 @@ class Inventory:
     unreadable: tuple[UnreadableGpu, ...] = ()
     control_nodes: tuple[str, ...] = ()
 
-    def find(self, name: str) -> Gpu | None:
-        """The GPU with this UUID or driver index, or None."""
-        for gpu in self.gpus:
-            if gpu.id == name or str(gpu.index) == name:
-                return gpu
-        return None
-
 
 class Health(enum.Enum):
     """The two words that the kubelet knows; the values go over the wire."""

@@ -39,7 +39,10 @@ class Settings(
     ] = "/var/lib/kubelet/device-plugins"
     pod_resources_socket: Annotated[
         str,
-        Meta(description="the kubelet's pod-resources socket", extra={"metavar": "PATH"}),
+        Meta(
+            description="the kubelet's pod-resources socket; not read yet",
+            extra={"metavar": "PATH"},
+        ),
     ] = "/var/lib/kubelet/pod-resources/kubelet.sock"
     sysfs_root: Annotated[
         str, Meta(description="where the host's /sys is", extra={"metavar": "DIR"})
