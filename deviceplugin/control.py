@@ -25,6 +25,7 @@ from typing import Any
 from deviceplugin import logs
 from deviceplugin.config import CONTROL_SOCKET
 from deviceplugin.errors import DaemonAbsent
+from deviceplugin.sockets import answers
 
 _REQUEST_MAX_BYTES = 64 * 1024
 _TIMEOUT_S = 5.0
@@ -49,7 +50,7 @@ class ControlServer:
         """Begin, if the directory and the socket can be made."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _answers(self._path):
+            if answers(self._path):
                 _log.warning(
                     "another daemon owns the control socket, this one has none",
                     socket=self._path,
@@ -156,16 +157,6 @@ def ask(state_dir: Path, command: str, **arguments: object) -> Any:
     if not answer.get("ok"):
         raise DaemonAbsent(f"the daemon refused: {answer.get('error')}")
     return answer.get("result")
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(0.5)
-        try:
-            client.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        return True
 
 
 def _peer_uid(connection: socket.socket) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import secrets
-import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ import grpc
 from api.v1beta1.api_pb2_grpc import add_DevicePluginServicer_to_server
 from deviceplugin.errors import ServeError
 from deviceplugin.servicer import WORKERS, Servicer
+from deviceplugin.sockets import answers
 
 
 def socket_name(stem: str) -> str:
@@ -41,24 +41,12 @@ def remove_stale(directory: Path, stem: str) -> list[str]:
         for path in sorted(directory.iterdir()):
             if not ours.fullmatch(path.name) or not path.is_socket():
                 continue
-            if _answers(path):
+            if answers(path):
                 live.append(path.name)
             else:
                 with contextlib.suppress(OSError):
                     path.unlink()
     return live
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(0.2)
-        try:
-            client.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True  # busy, or not ours to judge
-        return True
 
 
 class PluginServer:
