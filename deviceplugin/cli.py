@@ -189,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
     hardware, host = _parts(settings)
-    from deviceplugin import inspection
+    from deviceplugin import inspection, terminal
     from deviceplugin.clock import SystemClock
 
     snapshot = inspection.look(hardware, host, SystemClock())
@@ -199,10 +199,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     driver = snapshot.inventory.driver if snapshot.inventory is not None else None
     version = driver.driver_version if driver is not None else None
     print(f"{settings.resource_name}, driver {version or 'version unknown'}")
-    _table(inspection.HEADINGS, inspection.rows(snapshot))
+    for line in inspection.models(snapshot):
+        print(line)
+    print()
+    terminal.show(inspection.HEADINGS, inspection.rows(snapshot))
     if len(snapshot.devices) > 1:
         print()
-        _table(inspection.link_headings(snapshot), inspection.link_rows(snapshot))
+        terminal.show(inspection.link_headings(snapshot), inspection.link_rows(snapshot))
     return 0
 
 
@@ -210,7 +213,7 @@ def _status(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
     from dataclasses import asdict
 
-    from deviceplugin import control
+    from deviceplugin import control, terminal
     from deviceplugin.hardware.host import process_usage
 
     status = control.ask(Path(settings.state_dir), "status")
@@ -230,14 +233,13 @@ def _status(arguments: argparse.Namespace) -> int:
             f" {status['uptime_s']:.0f} s, {usage.threads} threads, {usage.open_files} open files"
         )
     if status["devices"]:
-        _table(
-            ("DEVICE", "NUMA", "HEALTH", "REASON"),
+        terminal.show(
+            ("ID", "NUMA", "HEALTH"),
             [
                 (
                     device["id"],
                     ",".join(map(str, device["numa_nodes"])) or "-",
-                    device["health"],
-                    device["reason"] or "-",
+                    f"{device['health']} {device['reason']}".rstrip(),
                 )
                 for device in status["devices"]
             ],
@@ -249,24 +251,3 @@ def _demo(arguments: argparse.Namespace) -> int:
     from deviceplugin.sim import demo
 
     return demo.run(arguments.profile, keep=arguments.keep)
-
-
-def _table(headings: Sequence[str], table: Sequence[Sequence[str]]) -> None:
-    """A table that looks good on a terminal and is plain in a pipe."""
-    if not sys.stdout.isatty():
-        from deviceplugin.inspection import plain
-
-        print(plain(headings, table))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    styles = {"Healthy": "green", "Unhealthy": "bold red", "not published": "bold red"}
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        shown.add_column(heading, overflow="fold")
-    for line in table:
-        shown.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in line))
-    Console().print(shown)

@@ -11,7 +11,7 @@ from typing import Any
 from deviceplugin import health, inventory
 from deviceplugin.clock import Clock
 from deviceplugin.hardware import Hardware, Host
-from deviceplugin.model import Gpu, GpuId, Link, Snapshot
+from deviceplugin.model import GpuId, Link, Snapshot
 
 
 def look(hardware: Hardware, host: Host, clock: Clock) -> Snapshot:
@@ -86,34 +86,47 @@ def _links_of(gpu: GpuId, links: Sequence[Link]) -> list[tuple[GpuId, Link]]:
     ]
 
 
-HEADINGS = ("GPU", "ID", "MODEL", "MEMORY", "PCI", "NUMA", "NUMA FROM", "HEALTH", "REASON")
+HEADINGS = ("GPU", "ID", "PCI", "NUMA", "HEALTH")
 
 
 def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
-    """One row for each GPU, under ``HEADINGS``; unreadable ones at the end."""
+    """One row for each GPU, under ``HEADINGS``; unreadable ones at the end.
+
+    Narrow enough for a terminal of 80 columns; ``models`` tells the rest.
+    """
     found = snapshot.inventory
     if found is None:
         return []
     table: list[tuple[str, ...]] = []
     for gpu in found.gpus:
         verdict = snapshot.verdicts[gpu.id]
+        node, source = gpu.numa.node, gpu.numa.source.value
         table.append(
             (
                 str(gpu.index),
                 gpu.id,
-                _or_dash(gpu.model),
-                _memory(gpu),
-                _or_dash(gpu.pci_bus_id),
-                _or_dash(gpu.numa.node),
-                gpu.numa.source.value,
-                verdict.health.value,
-                verdict.reason or "-",
+                gpu.pci_bus_id or "-",
+                f"- ({source})" if node is None else f"{node} {source}",
+                f"{verdict.health.value} {verdict.reason}".rstrip(),
             )
         )
-    for bad in found.unreadable:
-        nothing = ("-",) * 6
-        table.append((str(bad.index), *nothing, "not published", bad.fault.code))
+    table += (
+        (str(bad.index), "-", "-", "-", f"not published: {bad.fault.code}")
+        for bad in found.unreadable
+    )
     return table
+
+
+def models(snapshot: Snapshot) -> list[str]:
+    """How many of which GPU: "8 x NVIDIA H100 80GB HBM3, 80 GiB"."""
+    found = snapshot.inventory
+    kinds = [(gpu.model, gpu.memory_bytes) for gpu in found.gpus] if found is not None else []
+    lines = []
+    for model, memory_bytes in dict.fromkeys(kinds):
+        count = kinds.count((model, memory_bytes))
+        memory = "memory unknown" if memory_bytes is None else f"{memory_bytes / 2**30:.0f} GiB"
+        lines.append(f"{count} x {model or 'unknown model'}, {memory}")
+    return lines
 
 
 def link_headings(snapshot: Snapshot) -> tuple[str, ...]:
@@ -140,21 +153,3 @@ def _cell(link: Link | None) -> str:
     if link is None or (link.pcie.value == 0 and not link.nvlinks):
         return "?"
     return f"NV{link.nvlinks}" if link.nvlinks else link.pcie.name
-
-
-def _memory(gpu: Gpu) -> str:
-    return "-" if gpu.memory_bytes is None else f"{gpu.memory_bytes / 2**30:.0f} GiB"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def plain(headings: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """Columns for a pipe: nothing is cut, nothing is coloured."""
-    lines = [headings, *table]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

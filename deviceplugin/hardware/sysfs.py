@@ -19,7 +19,7 @@ CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"
 
 _READ_MAX_BYTES = 64 * 1024
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,6})\s*$", re.MULTILINE)
+_MINOR = re.compile(r"^Device Minor:[ \t]*([0-9]{1,6})[ \t]*$", re.MULTILINE)
 
 
 class HostFiles:

@@ -124,12 +124,11 @@ class Demo:
             gpus = json.loads(result.stdout)["gpus"]
             self._expect(len(gpus) == self._count, f"{len(gpus)} GPUs, not {self._count}")
             self._screen.table(
-                ("GPU", "ID", "MODEL", "PCI", "NUMA", "HEALTH"),
+                ("GPU", "ID", "PCI", "NUMA", "HEALTH"),
                 [
                     (
                         str(gpu["index"]),
                         gpu["id"],
-                        gpu["model"],
                         gpu["pci_bus_id"],
                         "-" if gpu["numa"]["node"] is None else str(gpu["numa"]["node"]),
                         gpu["health"],
@@ -137,6 +136,7 @@ class Demo:
                     for gpu in gpus
                 ],
             )
+            self._screen.result(f"{len(gpus)} x {gpus[0]['model']}")
 
     def _register(self) -> None:
         with self._screen.step("Registration with the kubelet"):

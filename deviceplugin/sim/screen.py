@@ -6,12 +6,10 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from deviceplugin.inspection import plain
+from deviceplugin import terminal
 
 
 class Screen:
@@ -47,17 +45,7 @@ class Screen:
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Columns."""
-        if not self._rich:
-            for line in plain(headings, rows).splitlines():
-                self._say(f"   {line}", "")
-            return
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in headings:
-            shown.add_column(heading, overflow="fold")
-        for row in rows:
-            style = {"Healthy": "green", "Unhealthy": "red"}
-            shown.add_row(*(Text(cell, style=style.get(cell, "")) for cell in row))
-        self._console.print(shown)
+        terminal.show(headings, rows, indent="   ")
 
     def summary(self, text: str, figures: Sequence[tuple[str, str]]) -> None:
         """The end: one sentence and the figures."""

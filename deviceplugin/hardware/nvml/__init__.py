@@ -26,7 +26,9 @@ from typing import Any
 
 import pynvml
 
+from deviceplugin.errors import HardwareError
 from deviceplugin.hardware.nvml.calls import (
+    EXPECTED,
     GPU_FAULTS,
     Calls,
     GpuTrouble,
@@ -69,6 +71,8 @@ class Nvml:
         self._by_address: dict[int, GpuId] = {}
         self._event_set: Handle | None = None
         self._listening: set[GpuId] = set()
+        self._deaf = False
+        """The library cannot wait for events; it stays the same until the process ends."""
         self._calls = Calls()
         self._stumbled = False
 
@@ -77,6 +81,8 @@ class Nvml:
     def scan(self) -> Scan:
         if not self._open:
             self._initialise()
+        if self._event_set is None:
+            self._event_set = self._calls.ask(pynvml.nvmlEventSetCreate)
         info = DriverInfo(
             driver_version=self._calls.ask(pynvml.nvmlSystemGetDriverVersion),
             library_version=self._calls.ask(pynvml.nvmlSystemGetNVMLVersion),
@@ -92,7 +98,7 @@ class Nvml:
             if isinstance(found, UnreadableGpu):
                 unreadable.append(found)
             else:
-                gpus.setdefault(found.id, found)
+                gpus[found.id] = found
         links = Links(self._calls, self._handles)
         return Scan(info, tuple(gpus.values()), tuple(unreadable), links.between(gpus.values()))
 
@@ -105,11 +111,11 @@ class Nvml:
             return ()
         events: list[XidEvent] = []
         timeout_ms = max(1, round(timeout_s * 1000))
-        while len(events) < _EVENTS_AT_ONCE:
+        for _ in range(_EVENTS_AT_ONCE):
             try:
                 data = pynvml.nvmlEventSetWait_v2(self._event_set, timeout_ms)
             except pynvml.NVMLError as error:
-                self._after_wait(error, timeout_s)
+                self._after_wait(error, timeout_s, heard=bool(events))
                 break
             self._stumbled = False
             if data.eventType == pynvml.nvmlEventTypeXidCriticalError:
@@ -122,28 +128,32 @@ class Nvml:
 
     def close(self) -> None:
         if self._event_set is not None:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlEventSetFree(self._event_set)
-        if self._open:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
-        self._open = False
+            with contextlib.suppress(HardwareError):
+                self._calls.ask(pynvml.nvmlEventSetFree, self._event_set)
+        self._open = self._open and not self._shut_down()
         self._event_set = None
         self._listening.clear()
         self._handles.clear()
         self._by_address.clear()
+        self._stumbled = False
 
     # --- the session --------------------------------------------------------------
 
     def _initialise(self) -> None:
         load_library(self._driver_root)
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            self._calls.count(pynvml.nvmlInit, error)
-            raise driver_error(pynvml.nvmlInit, error) from error
+        self._calls.must(pynvml.nvmlInit)
         self._open = True
-        self._event_set = self._calls.ask(pynvml.nvmlEventSetCreate)
+
+    def _shut_down(self) -> bool:
+        """Whether the session has ended. One that cannot be ended is used again:
+        NVML counts initialisations, and with two of them no shutdown would be the last."""
+        try:
+            self._calls.call(pynvml.nvmlShutdown)
+        except HardwareError:
+            return True  # ended already
+        except (pynvml.NVMLError, GpuTrouble):
+            return False
+        return True
 
     # --- one GPU ------------------------------------------------------------------
 
@@ -161,8 +171,10 @@ class Nvml:
         if not uuid:
             return UnreadableGpu(index, Fault("unreadable", "its UUID is empty"))
         gpu = GpuId(uuid)
-        self._handles.setdefault(gpu, handle)
-        self._by_address.setdefault(_address(handle), gpu)
+        if gpu in self._handles:
+            return UnreadableGpu(index, Fault("unreadable", f"another GPU, too, is {uuid}"))
+        self._handles[gpu] = handle
+        self._by_address[_address(handle)] = gpu
         faults: list[Fault] = []
 
         def tell(call: Callable[..., Any]) -> Any:
@@ -170,7 +182,7 @@ class Nvml:
             if faults:
                 return None
             try:
-                return self._calls.ask(call, handle)
+                return self._calls.ask_gpu(call, handle)
             except GpuTrouble as trouble:
                 faults.append(trouble.fault)
                 return None
@@ -195,7 +207,7 @@ class Nvml:
 
     def _listen(self, gpu: GpuId, handle: Handle) -> bool:
         """Have this GPU's Xid errors reported; False when that is not possible."""
-        if self._event_set is None or gpu in self._listening:
+        if self._event_set is None or self._deaf or gpu in self._listening:
             return gpu in self._listening
         try:
             kinds = self._calls.ask(pynvml.nvmlDeviceGetSupportedEventTypes, handle)
@@ -215,8 +227,8 @@ class Nvml:
     def _probe(self, handle: Handle) -> Fault | None:
         """Ask something that only the GPU itself can answer."""
         try:
-            if self._calls.ask(pynvml.nvmlDeviceGetMemoryInfo, handle) is None:
-                self._calls.ask(
+            if self._calls.ask_gpu(pynvml.nvmlDeviceGetMemoryInfo, handle) is None:
+                self._calls.ask_gpu(
                     pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
                 )
         except GpuTrouble as trouble:
@@ -225,11 +237,17 @@ class Nvml:
 
     # --- events -------------------------------------------------------------------
 
-    def _after_wait(self, error: Any, timeout_s: float) -> None:
+    def _after_wait(self, error: Any, timeout_s: float, *, heard: bool) -> None:
         if error.value == pynvml.NVML_ERROR_TIMEOUT:
             self._stumbled = False
             return
+        if error.value in EXPECTED:
+            self._deaf = True
+            self._listening.clear()
+            return
         self._calls.count(pynvml.nvmlEventSetWait_v2, error)
+        if heard:
+            return  # no event is lost; what lasts will be said again
         if error.value not in GPU_FAULTS:
             raise driver_error(pynvml.nvmlEventSetWait_v2, error) from error
         # One GPU's trouble: say at once that there is something to read, but
@@ -239,19 +257,22 @@ class Nvml:
         self._stumbled = True
 
     def _xid_event(self, data: Any) -> XidEvent:
-        gpu = self._by_address.get(_address(data.device))
-        if gpu is None and data.device:
-            try:
-                uuid = self._calls.ask(pynvml.nvmlDeviceGetUUID, data.device)
-            except GpuTrouble:
-                uuid = None
-            gpu = GpuId(uuid) if uuid in self._handles else None
         return XidEvent(
-            gpu=gpu,
+            gpu=self._gpu_of(data.device),
             xid=data.eventData,
             gpu_instance=_instance(data.gpuInstanceId),
             compute_instance=_instance(data.computeInstanceId),
         )
+
+    def _gpu_of(self, handle: Handle) -> GpuId | None:
+        """Whose handle this is; None for a GPU that we don't know."""
+        gpu = self._by_address.get(_address(handle))
+        uuid = None
+        if gpu is None and handle:
+            # a driver that is gone will be noticed; the event would be lost
+            with contextlib.suppress(HardwareError):
+                uuid = self._calls.ask(pynvml.nvmlDeviceGetUUID, handle)
+        return GpuId(uuid) if uuid in self._handles else gpu
 
 
 def _address(handle: Handle) -> int:

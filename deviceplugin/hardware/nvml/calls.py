@@ -54,7 +54,7 @@ GPU_FAULTS = {
     ),
 }
 
-_EXPECTED = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+EXPECTED = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 """What a healthy card or an older library may answer: no error to count."""
 
 Handle = Any
@@ -84,12 +84,15 @@ class Calls:
         if len(self._errors) < 1000:
             self._errors.append(CallError(call.__name__, error_name(error.value)))
 
-    def call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer. Raises NVMLError, having counted it, GpuTrouble or HardwareError."""
+    def call(
+        self, call: Callable[..., Any], *args: Any, expected: frozenset[int] = EXPECTED
+    ) -> Any:
+        """The answer. Raises NVMLError, GpuTrouble or HardwareError, having
+        counted it unless it is expected, and UnicodeDecodeError."""
         try:
             return call(*args)
         except pynvml.NVMLError as error:
-            if error.value not in _EXPECTED:
+            if error.value not in expected:
                 self.count(call, error)
             if error.value in DRIVER_GONE:
                 raise driver_error(call, error) from error
@@ -97,11 +100,18 @@ class Calls:
                 raise GpuTrouble(GPU_FAULTS[error.value]) from error
             raise
 
-    def ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer, or None when it cannot be had."""
+    def ask_gpu(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The answer, or None when it cannot be had. Raises GpuTrouble: the GPU is at fault."""
         try:
             return self.call(call, *args)
         except (pynvml.NVMLError, UnicodeDecodeError):
+            return None
+
+    def ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The answer, or None when it cannot be had, whatever is at fault."""
+        try:
+            return self.ask_gpu(call, *args)
+        except GpuTrouble:
             return None
 
     def must(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -118,15 +128,26 @@ class Calls:
 
 def load_library(driver_root: Path) -> None:
     """Load the library by path. pynvml then asks for it by name, and the
-    loader answers with the one of that name that is loaded already."""
+    loader answers with the one of that name that is loaded already.
+
+    One that cannot be loaded does not end the search: directories for other
+    architectures may stand beside the right one.
+    """
+    refused: DriverMissing | None = None
     for directory in _LIBRARY_DIRS:
         path = driver_root / directory / LIBRARY
-        if path.exists():
-            try:
-                ctypes.CDLL(str(path))
-            except OSError as error:
-                raise DriverMissing(f"{path} cannot be loaded: {error}") from error
-            return
+        try:
+            if not path.exists():
+                continue
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            if refused is None:
+                refused = DriverMissing(f"{path} cannot be loaded: {error}")
+                refused.__cause__ = error
+            continue
+        return
+    if refused is not None:
+        raise refused
     if driver_root != Path("/"):
         raise DriverMissing(
             f"no {LIBRARY} below {driver_root}: point --driver-root at the driver's"

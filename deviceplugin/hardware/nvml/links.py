@@ -1,6 +1,8 @@
 """What connects the GPUs: PCIe distance and NVLinks, direct or through NVSwitch.
 
-A link that cannot be read is unknown for its pair alone.
+What cannot be read costs no more than the pairs it is about: NVLinks are
+unknown for all pairs of a GPU that doesn't tell where its links go, or has no
+bus id by which others could tell that theirs go to it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ from collections.abc import Iterable, Mapping
 import pynvml
 
 from deviceplugin.hardware.nvml.calls import (
-    DRIVER_GONE,
+    EXPECTED,
     Calls,
     GpuTrouble,
     Handle,
     bus_id,
-    driver_error,
 )
 from deviceplugin.model import DriverGpu, GpuId, Link, PcieLevel
 
@@ -29,6 +30,9 @@ _PCIE_LEVELS = {
     pynvml.NVML_TOPOLOGY_SYSTEM: PcieLevel.SYS,
 }
 
+_NO_SUCH_LINK = frozenset({pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_NOT_SUPPORTED})
+"""What the driver says behind the last link, and of a GPU without any."""
+
 
 class Links:
     """Reads the links of one session's GPUs."""
@@ -39,18 +43,19 @@ class Links:
 
     def between(self, gpus: Iterable[DriverGpu]) -> tuple[Link, ...]:
         buses = {gpu.pci_bus_id: gpu.id for gpu in gpus if gpu.pci_bus_id is not None}
-        nvlinks = {gpu.id: self._nvlinks(self._handles[gpu.id], buses) for gpu in gpus}
+        nvlinks = {
+            gpu.id: None if gpu.pci_bus_id is None else self._nvlinks(self._handles[gpu.id], buses)
+            for gpu in gpus
+        }
         links = []
         for a, b in itertools.combinations(nvlinks, 2):
             links.append(Link(a, b, self._pcie(a, b), _between(a, b, nvlinks)))
         return tuple(links)
 
     def _pcie(self, a: GpuId, b: GpuId) -> PcieLevel:
-        call = pynvml.nvmlDeviceGetTopologyCommonAncestor
-        try:
-            level = self._calls.ask(call, self._handles[a], self._handles[b])
-        except GpuTrouble:
-            level = None
+        level = self._calls.ask(
+            pynvml.nvmlDeviceGetTopologyCommonAncestor, self._handles[a], self._handles[b]
+        )
         return _PCIE_LEVELS.get(level, PcieLevel.UNKNOWN)
 
     def _nvlinks(self, handle: Handle, buses: dict[str, GpuId]) -> _NvLinks | None:
@@ -78,14 +83,12 @@ class Links:
 
     def _link_active(self, handle: Handle, link: int) -> bool:
         """Raises _LinksEnd behind the last link, and for a GPU without any."""
+        call = pynvml.nvmlDeviceGetNvLinkState
         try:
-            state = pynvml.nvmlDeviceGetNvLinkState(handle, link)
+            state = self._calls.call(call, handle, link, expected=EXPECTED | _NO_SUCH_LINK)
         except pynvml.NVMLError as error:
-            if error.value in (pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_NOT_SUPPORTED):
+            if error.value in _NO_SUCH_LINK:
                 raise _LinksEnd from error
-            self._calls.count(pynvml.nvmlDeviceGetNvLinkState, error)
-            if error.value in DRIVER_GONE:
-                raise driver_error(pynvml.nvmlDeviceGetNvLinkState, error) from error
             raise
         return bool(state == pynvml.NVML_FEATURE_ENABLED)
 
