@@ -67,7 +67,7 @@ def _merge_gpu(before: Gpu | None, seen: DriverGpu, facts: HostFacts) -> Gpu:
         numa=numa,
         nodes=facts.nodes.get(seen.id, ()),
     )
-    if before is None or seen.fault is None:
+    if before is None:
         return gpu
     return replace(
         gpu,

@@ -728,9 +728,11 @@ def test_gpus_know_how_sysfs_writes_their_bus_id(node: FakeNode) -> None:
     assert node.gpus[0].sysfs_id == "0000:1b:00.0"
 
 
-def test_fake_device_nodes_are_plain_files(tmp_path: Path) -> None:
+def test_fake_device_nodes_are_character_devices(tmp_path: Path) -> None:
     write_dev(tmp_path / "dev", [0, 3])
-    assert sorted(path.name for path in (tmp_path / "dev").iterdir()) == [
+    nodes = list((tmp_path / "dev").iterdir())
+    assert all(node.is_char_device() for node in nodes)
+    assert sorted(node.name for node in nodes) == [
         "nvidia-uvm",
         "nvidia0",
         "nvidia3",

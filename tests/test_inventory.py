@@ -59,6 +59,16 @@ def test_a_lost_gpu_keeps_the_facts_of_better_days() -> None:
     assert gpu.nodes == ("/dev/nvidia0",)
 
 
+def test_a_fact_that_is_not_told_this_time_is_kept() -> None:
+    numa = NumaPlace(1, NumaSource.DEVICE)
+    facts = HostFacts({gpu_id(0): numa}, nodes={gpu_id(0): ("/dev/nvidia0",)})
+    before = inventory.merge(None, scan(driver_gpu(0)), facts)
+    vague = replace(driver_gpu(0), minor=None, pci_bus_id=None, memory_bytes=None)
+    (gpu,) = inventory.merge(before, scan(vague), HostFacts()).gpus
+    assert (gpu.minor, gpu.pci_bus_id, gpu.memory_bytes) == (0, "0000:10:00.0", 24 << 30)
+    assert (gpu.numa, gpu.nodes) == (numa, ("/dev/nvidia0",))
+
+
 def test_the_minor_number_may_come_from_the_host() -> None:
     facts = HostFacts(minors={gpu_id(0): 3})
     merged = inventory.merge(None, scan(replace(driver_gpu(0), minor=None)), facts)

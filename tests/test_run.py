@@ -36,8 +36,9 @@ class Machine:
             {0: "0-15", 1: "16-31"},
         )
         fakenvml.write_dev(directory / "dev", gpus.gpus)
-        self.env = gpus.env(library)
-        self.flags = (
+        self.env = gpus.env()
+        self.flags: tuple[str, ...] = (
+            *("--driver-root", str(library.parent)),
             *("--sysfs-root", str(directory / "sys")),
             *("--dev-root", str(directory / "dev")),
             *("--proc-root", str(directory / "proc")),
@@ -216,7 +217,7 @@ def test_an_older_driver_library_costs_only_what_it_cannot_tell(
         told = node.directory / f"proc/driver/nvidia/gpus/{gpu.sysfs_id}/information"
         told.parent.mkdir(parents=True)
         told.write_text(f"Model:\t\t NVIDIA\nDevice Minor: \t {number}\n")
-    machine.env = machine.gpus.env(older)
+    machine.flags = (*machine.flags, "--driver-root", str(older.parent))
     node.kubelet.start()
     machine.start(node)
     node.wait_allocatable(8)

@@ -72,7 +72,7 @@ class Nvml:
         self._event_set: Handle | None = None
         self._listening: set[GpuId] = set()
         self._deaf = False
-        """The library cannot wait for events; it stays the same until the process ends."""
+        """Waiting for events turned out to be impossible."""
         self._calls = Calls()
         self._stumbled = False
 
@@ -132,6 +132,7 @@ class Nvml:
                 self._calls.ask(pynvml.nvmlEventSetFree, self._event_set)
         self._open = self._open and not self._shut_down()
         self._event_set = None
+        self._deaf = False
         self._listening.clear()
         self._handles.clear()
         self._by_address.clear()
@@ -172,7 +173,7 @@ class Nvml:
             return UnreadableGpu(index, Fault("unreadable", "its UUID is empty"))
         gpu = GpuId(uuid)
         if gpu in self._handles:
-            return UnreadableGpu(index, Fault("unreadable", f"another GPU, too, is {uuid}"))
+            return UnreadableGpu(index, Fault("unreadable", f"another GPU has its UUID, {uuid}"))
         self._handles[gpu] = handle
         self._by_address[_address(handle)] = gpu
         faults: list[Fault] = []
@@ -197,7 +198,7 @@ class Nvml:
             id=gpu,
             index=index,
             minor=minor,
-            model=model,
+            model=model or None,
             pci_bus_id=None if pci is None else bus_id(pci),
             memory_bytes=None if memory is None else memory.total,
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
@@ -241,7 +242,7 @@ class Nvml:
         if error.value == pynvml.NVML_ERROR_TIMEOUT:
             self._stumbled = False
             return
-        if error.value in EXPECTED:
+        if error.value in EXPECTED:  # an older library, or no events on this platform
             self._deaf = True
             self._listening.clear()
             return
@@ -266,13 +267,14 @@ class Nvml:
 
     def _gpu_of(self, handle: Handle) -> GpuId | None:
         """Whose handle this is; None for a GPU that we don't know."""
-        gpu = self._by_address.get(_address(handle))
-        uuid = None
-        if gpu is None and handle:
-            # a driver that is gone will be noticed; the event would be lost
-            with contextlib.suppress(HardwareError):
-                uuid = self._calls.ask(pynvml.nvmlDeviceGetUUID, handle)
-        return GpuId(uuid) if uuid in self._handles else gpu
+        known = self._by_address.get(_address(handle))
+        if known is not None or not handle:
+            return known
+        try:
+            uuid = self._calls.ask(pynvml.nvmlDeviceGetUUID, handle)
+        except HardwareError:
+            return None  # the next call will say so, too; raised here it would cost the event
+        return GpuId(uuid) if uuid in self._handles else None
 
 
 def _address(handle: Handle) -> int:

@@ -133,7 +133,7 @@ def load_library(driver_root: Path) -> None:
     One that cannot be loaded does not end the search: directories for other
     architectures may stand beside the right one.
     """
-    refused: DriverMissing | None = None
+    refused: tuple[Path, OSError] | None = None
     for directory in _LIBRARY_DIRS:
         path = driver_root / directory / LIBRARY
         try:
@@ -141,13 +141,12 @@ def load_library(driver_root: Path) -> None:
                 continue
             ctypes.CDLL(str(path))
         except OSError as error:
-            if refused is None:
-                refused = DriverMissing(f"{path} cannot be loaded: {error}")
-                refused.__cause__ = error
-            continue
-        return
+            refused = refused or (path, error)
+        else:
+            return
     if refused is not None:
-        raise refused
+        path, cause = refused
+        raise DriverMissing(f"{path} cannot be loaded: {cause}") from cause
     if driver_root != Path("/"):
         raise DriverMissing(
             f"no {LIBRARY} below {driver_root}: point --driver-root at the driver's"
