@@ -7,6 +7,7 @@ else. What a command is asked for goes to stdout, everything else to stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deviceplugin import __version__, config
-from deviceplugin.errors import ConfigError, DevicePluginError, ProfileError
+from deviceplugin.errors import ConfigError, DevicePluginError, HardwareError, ProfileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,11 +133,14 @@ def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
 
         loaded = profile.load(settings.simulate)
         return gpus.SimulatedHardware(loaded), gpus.SimulatedHost(loaded)
-    from deviceplugin.hardware.nvml import Nvml
+    from deviceplugin.hardware.child import ChildHardware
     from deviceplugin.hardware.sysfs import HostFiles
 
+    hardware = ChildHardware(Path(settings.driver_root))
+    with contextlib.suppress(HardwareError):  # the monitor tries again, and says why
+        hardware.start()  # it loads while we do
     return (
-        Nvml(Path(settings.driver_root)),
+        hardware,
         HostFiles(Path(settings.sysfs_root), Path(settings.dev_root), Path(settings.proc_root)),
     )
 

@@ -60,6 +60,18 @@ class DriverMismatch(HardwareError):
     code = "driver_mismatch"
 
 
+class DriverHung(HardwareError):
+    """The driver did not answer in time: its process is given up."""
+
+    code = "driver_hung"
+
+
+class DriverCrashed(HardwareError):
+    """The driver's process ended by itself."""
+
+    code = "driver_crashed"
+
+
 class RequestError(DevicePluginError):
     """The kubelet asked for something that cannot be: INVALID_ARGUMENT."""
 

@@ -21,8 +21,8 @@ from deviceplugin.model import Fault, GpuId, Health, Inventory, Snapshot, Verdic
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
-WAIT_S = 0.2
-"""The longest single wait for events: what a stop may have to wait for."""
+WAIT_S = 2.0
+"""The longest single wait for events; a stop ends it early."""
 RESCAN_S = 60.0
 REOPEN_POLLS = 6
 REOPEN_POLLS_MAX = 48
@@ -80,6 +80,7 @@ class Monitor:
     def stop(self) -> None:
         """Ask the thread to end; ``join`` waits for it."""
         self._stop.set()
+        self._hardware.wake()
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended, the driver closed."""

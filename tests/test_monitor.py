@@ -77,6 +77,9 @@ class ScriptedHardware:
         failed, self.failed = tuple(self.failed), []
         return failed
 
+    def wake(self) -> None:
+        self.events.put(None)
+
     def close(self) -> None:
         self.log.append("close")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from api.v1beta1 import api_pb2 as pb
@@ -244,6 +245,28 @@ def test_a_driver_that_hangs_blocks_neither_pods_nor_the_stop(
     assert daemon.stop() == 0
     assert daemon.event("stopped")
     assert node.sockets() == []
+
+
+@pytest.mark.parametrize("how", ["crash", "kill"])
+def test_a_driver_process_that_dies_is_replaced_and_no_device_is_lost(
+    node: Node, machine: Machine, how: str
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    (child,) = psutil.Process(daemon.process.pid).children()
+    if how == "kill":
+        child.kill()
+    else:
+        machine.gpus.crash("nvmlDeviceGetMemoryInfo")
+    signal_name = "SIGKILL" if how == "kill" else "SIGSEGV"
+    why = f"the driver's process was killed by {signal_name}"
+    daemon.event("driver cannot be used", code="driver_crashed", why=why)
+    machine.gpus.clear_faults()
+    daemon.event("driver can be used again")
+    assert len(node.kubelet.happened("list")) == 1, "the kubelet noticed nothing"
+    machine.gpus.xid(1, 79)
+    node.wait_allocatable(7)
 
 
 def test_a_slow_driver_is_waited_for(node: Node, machine: Machine) -> None:

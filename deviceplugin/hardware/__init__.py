@@ -14,7 +14,7 @@ from deviceplugin.model import CallError, HostFacts, Reading, Scan, XidEvent
 
 
 class Hardware(Protocol):
-    """A GPU driver. One thread uses it at a time.
+    """A GPU driver. One thread uses it at a time; only ``wake`` may come from another.
 
     Every method may raise ``HardwareError``: the driver as a whole cannot be
     used. The caller then calls ``close`` and, later, ``scan``. A single GPU
@@ -33,6 +33,9 @@ class Hardware(Protocol):
         () before the time is up means that something may have changed without
         an event: ``read`` tells.
         """
+
+    def wake(self) -> None:
+        """End a ``wait`` in progress early, where that is possible. Never raises."""
 
     def errors(self) -> tuple[CallError, ...]:
         """The driver calls that failed since this was asked last. Never raises."""

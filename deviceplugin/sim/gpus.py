@@ -94,6 +94,10 @@ class SimulatedHardware:
                 self._untold.popleft()
             return tuple(events)
 
+    def wake(self) -> None:
+        with self._changed:
+            self._wake()
+
     def errors(self) -> tuple[CallError, ...]:
         return ()
 

@@ -123,6 +123,9 @@ class Nvml:
             timeout_ms = 0  # take what is there already
         return tuple(events)
 
+    def wake(self) -> None:
+        """Nothing ends a wait of NVML: callers keep theirs short."""
+
     def errors(self) -> tuple[CallError, ...]:
         return self._calls.errors()
 
