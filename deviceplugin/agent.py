@@ -17,6 +17,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from deviceplugin.hardware import Hardware, Host
 from deviceplugin.lifecycle import Phase
 from deviceplugin.model import Health
 from deviceplugin.monitor import Monitor
+from deviceplugin.ownership import Ownership
 from deviceplugin.servicer import Servicer
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
@@ -75,6 +77,9 @@ class Agent:
         self._server: server.PluginServer | None = None
         self._registration: kubelet.Registration | None = None
         self._watch = kubelet.DirectoryWatch(self._directory, self._look_soon)
+        self._ownership = Ownership(
+            self._directory, self._stem, settings.pod_name or socket.gethostname()
+        )
         self._parts: list[Part] = []
         self._store = Store()
         self._stats = Stats()
@@ -117,11 +122,6 @@ class Agent:
             node=settings.node_name,
             simulate=settings.simulate,
         )
-        for name in server.remove_stale(self._directory, self._stem):
-            _log.warning(
-                "another plugin of this resource seems to be running: its socket answers",
-                socket=name,
-            )
         self._monitor.start()
         try:
             self._loop()
@@ -168,6 +168,7 @@ class Agent:
         self._monitor.stop()
         self._close_registration()
         self._stop_server()
+        self._ownership.release()
         if self._late.ident is not None:
             self._late.join(0.5)
         for part in self._parts:
@@ -192,6 +193,7 @@ class Agent:
         """See for ourselves what lies in the kubelet's directory."""
         if self._can_watch:
             self._watch.ensure()
+        self._step(lifecycle.Owned(self._ownership.claim()))
         self._step(lifecycle.KubeletSocket(kubelet.socket_id(self._directory)))
         if self._server is not None and not self._server.in_place():
             self._step(lifecycle.OwnSocketGone(self._state.incarnation))
@@ -263,6 +265,7 @@ class Agent:
             self._stats,
             on_streams=lambda n: self._events.put(lifecycle.Streams(incarnation, n)),
         )
+        server.remove_stale(self._directory, self._stem)  # of a plugin that was killed
         path = self._directory / server.socket_name(self._stem)
         try:
             self._server = server.PluginServer(path, servicer)
@@ -308,6 +311,12 @@ class Agent:
             case "kubelet restarted":
                 self._stats.add("kubelet_restarts")
                 _log.info("kubelet restarted, registering again", **fields)
+            case "owned by another":
+                _log.warning(
+                    "another plugin serves this resource, waiting for it to end",
+                    owner=report.why,
+                    **fields,
+                )
             case "kubelet.sock gone":
                 _log.warning("kubelet.sock is gone, waiting for it", directory=self._directory)
             case "no kubelet":
@@ -329,6 +338,8 @@ class Agent:
         if state.phase is Phase.REGISTERED:
             return []
         reasons = [f"{self._settings.resource_name}: {state.phase.value}"]
+        if state.owner is not None:
+            reasons.append(f"it is served by {state.owner}")
         if state.why:
             reasons.append(f"last try: {state.why}")
         if state.phase is Phase.NO_KUBELET:

@@ -11,6 +11,8 @@ more events. What it guarantees:
   a socket name never used before. Starting over always stops the old server
   wholly first: the kubelet looks the resource up by name when a stream ends,
   so the late end of an old stream would disconnect a newer registration.
+- **One plugin a node.** Nothing is served while another plugin of the same
+  resource holds the lock; it is taken over when that one is gone.
 - **A new kubelet.sock is acted on at once**, whatever back-off is running. The
   loss of our own socket is not: a starting kubelet wipes all sockets before
   it makes its own, and a socket made in between would be wiped again.
@@ -58,6 +60,13 @@ class KubeletSocket:
     """What lies at kubelet.sock now; None: nothing does."""
 
     id: SocketId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Whether this plugin may serve; ``by``: who does instead, None when we do."""
+
+    by: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,7 @@ class Stop:
 Event = (
     Publishable
     | KubeletSocket
+    | Owned
     | ServerStarted
     | ServerFailed
     | OwnSocketGone
@@ -167,6 +177,7 @@ class Phase(enum.Enum):
     """Where the plugin stands; the values are for people."""
 
     NOTHING_TO_PUBLISH = "waiting for GPUs"
+    OWNED_BY_OTHER = "waiting for another plugin of this resource to end"
     NO_KUBELET = "waiting for kubelet.sock"
     BACKING_OFF = "waiting before the next try"
     STARTING = "starting the server"
@@ -181,6 +192,7 @@ class State:
     """The whole memory.
 
     Attributes:
+        owner: who else serves the resource on this node; None: nobody.
         incarnation: number of the last server started; 0 before the first.
         failures: tries that failed in a row.
         due_s: monotonic time at which to act again; None: wait for an event.
@@ -191,6 +203,7 @@ class State:
 
     phase: Phase = Phase.NOTHING_TO_PUBLISH
     kubelet: SocketId | None = None
+    owner: str | None = None
     incarnation: int = 0
     failures: int = 0
     due_s: float | None = None
@@ -228,6 +241,8 @@ def step(state: State, event: Event, now_s: float, dice: float) -> Step:
             return _begin(state)
         case KubeletSocket(id=socket):
             return _kubelet(state, socket)
+        case Owned(by=owner):
+            return _owned(state, owner)
         case Tick():
             return _tick(state, now_s, dice)
         case ServerStarted() | ServerFailed() | OwnSocketGone() | RegisterAnswered() | Streams():
@@ -286,7 +301,10 @@ def _registered(state: State) -> Step:
 
 
 def _begin(state: State, *also: Action) -> Step:
-    """Start the next incarnation, if there is a kubelet to register with."""
+    """Start the next incarnation, if it is ours to serve and there is a kubelet."""
+    if state.owner is not None:
+        report = Report("owned by another", state.owner)
+        return replace(state, phase=Phase.OWNED_BY_OTHER, due_s=None), (*also, report)
     if state.kubelet is None:
         return replace(state, phase=Phase.NO_KUBELET, due_s=None), (*also, Report("no kubelet"))
     number = state.incarnation + 1
@@ -312,12 +330,23 @@ def _start_over(state: State, why: str, now_s: float, dice: float) -> Step:
     return state, (stopped, Report("not registered", why, wait))
 
 
+def _owned(state: State, owner: str | None) -> Step:
+    before, state = state.owner, replace(state, owner=owner)
+    if owner == before or state.phase is Phase.NOTHING_TO_PUBLISH:
+        return state, ()
+    if owner is None:
+        return _begin(state) if state.phase is Phase.OWNED_BY_OTHER else (state, ())
+    # The lock was lost: with its directory, to somebody who was faster.
+    stop = (StopServer(state.incarnation),) if state.serving else ()
+    return _begin(state, *stop)
+
+
 def _kubelet(state: State, socket: SocketId | None) -> Step:
     if socket == state.kubelet:
         return state, ()
     before = state.kubelet
     state = replace(state, kubelet=socket)
-    if state.phase is Phase.NOTHING_TO_PUBLISH:
+    if state.phase in (Phase.NOTHING_TO_PUBLISH, Phase.OWNED_BY_OTHER):
         return state, ()
     if socket is None:
         # A kubelet that listens is alive, whatever became of the file.

@@ -36,7 +36,8 @@ def short_directory() -> Iterator[Path]:
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without settings for a daemon."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DEVICEPLUGIN")}
-    env.pop("NODE_NAME", None)
+    for name in ("NODE_NAME", "POD_NAME"):
+        env.pop(name, None)
     return env | {"GRPC_VERBOSITY": "NONE"} | dict(extra)
 
 

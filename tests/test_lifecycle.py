@@ -178,6 +178,24 @@ def test_stop_ends_everything_and_nothing_begins_after_it() -> None:
     assert run([lc.KubeletSocket(NEXT_KUBELET), lc.Publishable(), lc.Tick()], state) == (state, ())
 
 
+def test_while_another_plugin_serves_nothing_is_begun() -> None:
+    state, actions = run([lc.Owned("pod a"), lc.KubeletSocket(KUBELET), lc.Publishable()])
+    assert state.phase is Phase.OWNED_BY_OTHER
+    assert actions == (lc.Report("owned by another", "pod a"),)
+    assert run([lc.KubeletSocket(NEXT_KUBELET)], state)[1] == ()
+
+
+def test_when_the_other_plugin_is_gone_it_is_taken_over() -> None:
+    state, _ = run([lc.Owned("pod a"), lc.KubeletSocket(KUBELET), lc.Publishable()])
+    assert run([lc.Owned(None)], state)[1] == (lc.StartServer(1),)
+
+
+def test_a_lock_that_is_lost_to_another_plugin_ends_the_server() -> None:
+    state, actions = run([*REGISTERED, lc.Owned("pod b")])
+    assert actions == (lc.StopServer(1), lc.Report("owned by another", "pod b"))
+    assert state.phase is Phase.OWNED_BY_OTHER
+
+
 class World(RuleBasedStateMachine):
     """Any sequence of events, with a model of what the agent and a kubelet do.
 
@@ -239,6 +257,10 @@ class World(RuleBasedStateMachine):
         self.kubelet = None
         self.tell(lc.KubeletSocket(None))
 
+    @rule(owner=st.sampled_from([None, "pod a", "pod b"]))
+    def the_lock_is_looked_at(self, owner: str | None) -> None:
+        self.tell(lc.Owned(owner))
+
     @precondition(lambda self: self.state.phase is Phase.STARTING)
     @rule(works=st.booleans())
     def the_server_starts(self, works: bool) -> None:
@@ -272,6 +294,10 @@ class World(RuleBasedStateMachine):
         assert (self.server is not None) == self.state.serving
 
     @invariant()
+    def nothing_is_served_while_another_plugin_does(self) -> None:
+        assert self.state.owner is None or self.server is None
+
+    @invariant()
     def registered_means_a_stream(self) -> None:
         if self.state.phase is Phase.REGISTERED:
             assert self.streams > 0
@@ -279,6 +305,7 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         """A well-behaved kubelet and time: it ends up registered, soon."""
         self.gpus_are_found()
+        self.tell(lc.Owned(None))
         if self.kubelet is None:
             self.a_kubelet_starts()
         for _ in range(60):

@@ -427,6 +427,22 @@ def test_a_killed_daemon_is_followed_by_one_that_cleans_up(node: Node, registere
     assert command("status", "--state-dir", str(node.directory / "state")).returncode == 0
 
 
+def test_a_second_plugin_waits_says_for_whom_and_takes_over(node: Node, registered: Daemon) -> None:
+    second = node.start(
+        *H100X8, "--state-dir", str(node.directory / "other"), env={"POD_NAME": "second"}
+    )
+    pid = registered.process.pid
+    answer = second.wait_ready("it is served by pod ")
+    assert f", pid {pid}\n" in answer
+    assert second.get("/healthz") == (200, "ok\n")
+    assert node.kubelet.register_calls == 1
+    assert node.kubelet.allocatable(RESOURCE) == 8
+    registered.stop(signal.SIGKILL)
+    second.wait_ready()
+    node.wait_allocatable(8)
+    assert len(node.sockets()) == 1
+
+
 def test_a_taken_metrics_port_and_an_unusable_state_directory_cost_only_themselves(
     node: Node,
 ) -> None:

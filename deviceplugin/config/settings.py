@@ -68,6 +68,14 @@ class Settings(
             extra={"metavar": "NAME"},
         ),
     ] = None
+    pod_name: Annotated[
+        str | None,
+        Meta(
+            description="name of this pod, for another plugin that waits for it to end;"
+            " POD_NAME sets it too; unset: the host name",
+            extra={"metavar": "NAME"},
+        ),
+    ] = None
     state_dir: Annotated[
         str,
         Meta(
@@ -129,6 +137,10 @@ class Field:
     default: str | float | None
 
 
+_OTHER_VARIABLES = {"node_name": ("NODE_NAME",), "pod_name": ("POD_NAME",)}
+"""Variables that pods are commonly given."""
+
+
 def _fields() -> Iterator[Field]:
     hints = get_type_hints(Settings, include_extras=True)
     for field in msgspec.structs.fields(Settings):
@@ -142,7 +154,7 @@ def _fields() -> Iterator[Field]:
             name=field.name,
             key=field.encode_name,
             flag="--" + stem.replace("_", "-"),
-            envs=(env, "NODE_NAME") if field.name == "node_name" else (env,),
+            envs=(env, *_OTHER_VARIABLES.get(field.name, ())),
             metavar=(meta.extra or {}).get("metavar", "|".join(choices)),
             description=meta.description,
             choices=choices,
