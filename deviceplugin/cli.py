@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _have_standard_files()
     # gRPC's own log is no use to an operator; whoever debugs it can still ask for it.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments = _parser().parse_args(argv)
@@ -52,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _have_standard_files() -> None:
+    """Whoever starts us without stdin, stdout or stderr would else see the next
+    file that is opened, a socket say, written to as if it were one of them."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            mode = "r" if descriptor == 0 else "w"
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 # --- arguments ----------------------------------------------------------------------

@@ -427,6 +427,20 @@ def test_a_killed_daemon_is_followed_by_one_that_cleans_up(node: Node, registere
     assert command("status", "--state-dir", str(node.directory / "state")).returncode == 0
 
 
+def test_it_runs_without_any_standard_file(node: Node) -> None:
+    node.kubelet.start()
+    run = f"{sys.executable} -m deviceplugin run --simulate l4x1 --metrics-address ''"
+    paths = f"--device-plugin-dir {node.kubelet.directory} --state-dir {node.directory}/state"
+    process = subprocess.Popen(["/bin/sh", "-c", f"exec {run} {paths} <&- >&- 2>&-"])
+    try:
+        node.wait_allocatable(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_second_plugin_waits_says_for_whom_and_takes_over(node: Node, registered: Daemon) -> None:
     second = node.start(
         *H100X8, "--state-dir", str(node.directory / "other"), env={"POD_NAME": "second"}
