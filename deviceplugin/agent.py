@@ -24,14 +24,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deviceplugin import __version__, kubelet, lifecycle, logs, server
+from deviceplugin.checkpoint import Checkpoint
 from deviceplugin.clock import Clock
 from deviceplugin.config import Settings, parse_address, socket_stem
 from deviceplugin.errors import ServeError
 from deviceplugin.hardware import Hardware, Host
 from deviceplugin.lifecycle import Phase
+from deviceplugin.memory import Memory
 from deviceplugin.model import Health
 from deviceplugin.monitor import Monitor
 from deviceplugin.ownership import Ownership
+from deviceplugin.roll import Roll
 from deviceplugin.servicer import Servicer
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
@@ -93,6 +96,10 @@ class Agent:
             poll_interval_s=settings.poll_interval_s,
             on_publishable=lambda: self._events.put(lifecycle.Publishable()),
             on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
+            roll=Roll(
+                Memory(Path(settings.state_dir), self._stem, self._stats),
+                Checkpoint(self._directory, settings.resource_name),
+            ),
         )
         self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)
         self._can_watch = False
@@ -206,7 +213,10 @@ class Agent:
             self._look_soon()
             from deviceplugin.control import ControlServer
 
-            control = ControlServer(Path(self._settings.state_dir), {"status": self._status})
+            control = ControlServer(
+                Path(self._settings.state_dir),
+                {"status": self._status, "forget": self._forget},
+            )
             if control.start():
                 self._parts.append(control)
             if self._settings.metrics_address:
@@ -347,6 +357,10 @@ class Agent:
         if snapshot.trouble is not None:
             reasons.append(f"driver: {snapshot.trouble.detail}")
         return reasons
+
+    def _forget(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to ``deviceplugin forget``."""
+        return {"refused": self._monitor.forget(str(request.get("device")))}
 
     def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to ``deviceplugin status``."""

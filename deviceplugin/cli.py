@@ -91,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(command=_status)
+    forget = commands.add_parser(
+        "forget", parents=[settings], help="tell the running daemon that an absent GPU stays away"
+    )
+    forget.add_argument("device", metavar="DEVICE", help="its id, as 'status' shows it")
+    forget.set_defaults(command=_forget)
     demo = commands.add_parser(
         "demo", help="the plugin on simulated GPUs with an embedded kubelet, step by step"
     )
@@ -261,6 +266,18 @@ def _status(arguments: argparse.Namespace) -> int:
                 for device in status["devices"]
             ],
         )
+    return 0
+
+
+def _forget(arguments: argparse.Namespace) -> int:
+    settings = _load(arguments).settings
+    from deviceplugin import control
+
+    answer = control.ask(Path(settings.state_dir), "forget", device=arguments.device)
+    if answer["refused"] is not None:
+        print(f"deviceplugin: not forgotten: {answer['refused']}", file=sys.stderr)
+        return 1
+    print(f"{arguments.device} is forgotten")
     return 0
 
 

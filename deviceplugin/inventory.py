@@ -14,6 +14,7 @@ from deviceplugin.model import (
     Device,
     DeviceId,
     DriverGpu,
+    DriverInfo,
     Gpu,
     GpuId,
     HostFacts,
@@ -48,6 +49,48 @@ def merge(before: Inventory | None, scan: Scan, facts: HostFacts) -> Inventory:
         links=tuple(links.values()),
         unreadable=scan.unreadable,
         control_nodes=facts.control_nodes,
+    )
+
+
+def recall(gpus: Iterable[Gpu], held: Iterable[str] = ()) -> Inventory | None:
+    """What an earlier process knew, before the first scan: nothing of it is present.
+
+    Args:
+        held: ids that the kubelet says a pod holds, or did; a device of which
+            nothing else is known has to be listed all the same.
+    """
+    known = {gpu.id: replace(gpu, present=False, fault=None) for gpu in gpus}
+    for name in held:
+        known.setdefault(GpuId(name), _stranger(GpuId(name)))
+    if not known:
+        return None
+    return Inventory(DriverInfo(), tuple(sorted(known.values(), key=_pci_order)))
+
+
+def forget(inventory: Inventory, gpu: GpuId) -> Inventory:
+    """The inventory without one GPU."""
+    return replace(
+        inventory,
+        gpus=tuple(known for known in inventory.gpus if known.id != gpu),
+        links=tuple(link for link in inventory.links if gpu not in (link.a, link.b)),
+    )
+
+
+def _stranger(name: GpuId) -> Gpu:
+    """A GPU of which only the id is known."""
+    return Gpu(
+        id=name,
+        index=-1,
+        minor=None,
+        model=None,
+        pci_bus_id=None,
+        memory_bytes=None,
+        mig_enabled=None,
+        events=False,
+        fault=None,
+        numa=_NOT_LOOKED,
+        nodes=(),
+        present=False,
     )
 
 

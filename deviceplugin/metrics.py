@@ -54,6 +54,10 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("resource",),
     ),
     "list_and_watch_streams": ("Device list streams that are open.", ()),
+    "state_write_failed": (
+        "1 while the GPUs of this node cannot be remembered on disk, else 0.",
+        (),
+    ),
     "monitor_last_success_timestamp_seconds": (
         "When the driver last answered, in seconds since the epoch.",
         (),

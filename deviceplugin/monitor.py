@@ -9,8 +9,10 @@ what was published stays published meanwhile.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from deviceplugin import health, inventory, logs
@@ -18,6 +20,7 @@ from deviceplugin.clock import Clock
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware import Hardware, Host
 from deviceplugin.model import Fault, GpuId, Health, Inventory, Snapshot, Verdict, XidEvent
+from deviceplugin.roll import Roll
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
@@ -52,9 +55,11 @@ class Monitor:
         poll_interval_s: float,
         on_publishable: Callable[[], None],
         on_crash: Callable[[BaseException], None],
+        roll: Roll | None = None,
     ) -> None:
         """
         Args:
+            roll: devices that are known from before; None: none are.
             on_publishable: called once, when there is a first device to serve.
             on_crash: called when the thread ends by a fault of ours.
         """
@@ -66,7 +71,12 @@ class Monitor:
         self._poll_interval_s = poll_interval_s
         self._on_publishable = on_publishable
         self._on_crash = on_crash
+        self._roll = roll
+        self._recalled: Inventory | None = None
         self._stop = threading.Event()
+        self._orders: queue.SimpleQueue[tuple[Callable[[], str | None], Future[str | None]]]
+        self._orders = queue.SimpleQueue()
+        self._called = threading.Event()
         # A daemon thread: a driver call that hangs must not keep the process.
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._in_driver = False
@@ -80,13 +90,33 @@ class Monitor:
     def stop(self) -> None:
         """Ask the thread to end; ``join`` waits for it."""
         self._stop.set()
-        self._hardware.wake()
+        self._call()
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended, the driver closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def forget(self, name: str, timeout_s: float = 4.0) -> str | None:
+        """Drop an absent device from the list; from any thread.
+
+        Returns:
+            Why not, in words; None when it is forgotten.
+        """
+        done: Future[str | None] = Future()
+        self._orders.put((lambda: self._forget(name), done))
+        self._call()
+        try:
+            return done.result(timeout_s)
+        except TimeoutError:
+            done.cancel()
+            return "the driver keeps the plugin waiting: try again in a minute"
+
+    def _call(self) -> None:
+        """End whatever the thread is waiting for."""
+        self._called.set()
+        self._hardware.wake()
 
     def trouble(self) -> str | None:
         """What is wrong with this thread, for the liveness probe. A driver call
@@ -103,6 +133,7 @@ class Monitor:
     def _run(self) -> None:
         failures = 0
         try:
+            self._recalled = self._roll.recall() if self._roll is not None else None
             while not self._stop.is_set():
                 self._beat(in_driver=True)
                 started_s = self._clock.monotonic()
@@ -135,7 +166,10 @@ class Monitor:
             )
             self._store.publish(replace(before, trouble=trouble))
         self._beat(in_driver=False)
-        self._stop.wait(wait_s)
+        deadline_s = self._clock.monotonic() + wait_s
+        while not self._stop.is_set() and self._clock.monotonic() < deadline_s:
+            self._called.wait(max(0.0, deadline_s - self._clock.monotonic()))
+            self._obey()
 
     def _session(self) -> None:
         """From a scan to the stop, or to the driver's failure."""
@@ -151,8 +185,9 @@ class Monitor:
             now_s = self._clock.monotonic()
             if events:
                 self._events(events)
-            elif now_s - asked_s < wait_s / 2:
+            elif now_s - asked_s < wait_s - 0.005:
                 poll_due_s = now_s  # an early return without events: look
+            self._obey()
             if now_s >= poll_due_s:
                 if self._poll():
                     silent_polls, reopen_polls = 0, REOPEN_POLLS
@@ -172,13 +207,36 @@ class Monitor:
         for error in self._hardware.errors():
             self._stats.add("driver_errors", error.call, error.code)
 
+    # --- what is asked -----------------------------------------------------------------
+
+    def _obey(self) -> None:
+        """Do what other threads asked for."""
+        self._called.clear()
+        while not self._orders.empty():
+            act, done = self._orders.get()
+            if done.set_running_or_notify_cancel():
+                done.set_result(act())
+
+    def _forget(self, name: str) -> str | None:
+        before = self._store.snapshot
+        why_not = self._roll.why_not_forget(before.inventory, name) if self._roll else "no roll"
+        if why_not is None and before.inventory is not None:
+            gpu = GpuId(name)
+            verdicts = {known: v for known, v in before.verdicts.items() if known != gpu}
+            self._publish(inventory.forget(before.inventory, gpu), verdicts)
+            _log.info("device forgotten", gpu=gpu)
+        return why_not
+
     # --- what is heard ----------------------------------------------------------------
 
     def _scan(self) -> None:
         scan = self._hardware.scan()
         before = self._store.snapshot
-        merged = inventory.merge(before.inventory, scan, self._host.facts(scan))
-        changes = inventory.diff(before.inventory, merged)
+        known = before.inventory if before.inventory is not None else self._recalled
+        merged = inventory.merge(known, scan, self._host.facts(scan))
+        if self._roll is not None:
+            merged = self._roll.settle(merged)
+        changes = inventory.diff(known, merged)
         if not merged.gpus:
             for bad in merged.unreadable:
                 _log.error(
@@ -195,7 +253,7 @@ class Monitor:
         }
         if before.trouble is not None:
             _log.info("driver can be used again", gpus=len(merged.gpus))
-        self._log_scan(before.inventory, merged, changes)
+        self._log_scan(known, merged, changes)
         self._publish(merged, verdicts)
         if before.inventory is None:
             self._on_publishable()
@@ -223,6 +281,14 @@ class Monitor:
                 _log.error(
                     "GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail
                 )
+        if before is self._recalled:
+            for gpu in after.gpus:
+                if not gpu.present:
+                    _log.error(
+                        "GPU is missing, listed as unhealthy until it is back or forgotten",
+                        gpu=gpu.id,
+                        pci=gpu.pci_bus_id,
+                    )
         if changes.added:
             for gpu in inventory.missing_hints(after):
                 _log.warning(
@@ -279,6 +345,8 @@ class Monitor:
                 trouble=None,
             )
         )
+        if self._roll is not None:
+            self._roll.save(merged)
         for gpu, verdict in verdicts.items():
             was = before.verdicts.get(gpu)
             if (was.health if was is not None else Health.HEALTHY) is verdict.health:

@@ -427,6 +427,51 @@ def test_a_killed_daemon_is_followed_by_one_that_cleans_up(node: Node, registere
     assert command("status", "--state-dir", str(node.directory / "state")).returncode == 0
 
 
+def test_a_gpu_that_is_missing_after_a_restart_is_missed_until_it_is_forgotten(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    held, free = machine.id(0), machine.id(1)
+    holder = pod("holds-one", 1)
+    assert node.kubelet.admit(holder).grants[0].devices == (held,)
+    daemon.stop()
+    machine.gpus.remove(0)
+    machine.gpus.remove(1)
+    daemon = machine.start(node)
+    node.wait_allocatable(6)
+    assert node.kubelet.capacity(RESOURCE) == 8
+    assert node.kubelet.crashes == [], "what a pod holds stays listed"
+    daemon.event("GPU is missing, listed as unhealthy until it is back or forgotten")
+    assert f'gpu="{free}",reason="absent"' in daemon.get("/metrics")[1]
+    state = str(node.directory / "state")
+    refused = command("forget", held, "--state-dir", state)
+    assert (refused.returncode, "is held by the pod with uid" in refused.stderr) == (1, True)
+    forgotten = command("forget", free, "--state-dir", state)
+    assert (forgotten.returncode, forgotten.stdout) == (0, f"{free} is forgotten\n")
+    node.wait_for(lambda: node.kubelet.capacity(RESOURCE) == 7)
+    node.kubelet.remove(holder)
+    assert command("forget", held, "--state-dir", state).returncode == 0
+    daemon.stop()
+    machine.start(node)
+    node.wait_allocatable(6)
+    node.wait_for(lambda: node.kubelet.capacity(RESOURCE) == 6)
+
+
+def test_a_missing_gpu_that_returns_is_offered_again(node: Node, machine: Machine) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    daemon.stop()
+    gone = machine.gpus.gpus[3]
+    machine.gpus.remove(3)
+    machine.start(node)
+    node.wait_allocatable(7)
+    machine.gpus.put(3, gone)
+    node.wait_allocatable(8)
+
+
 def test_it_runs_without_any_standard_file(node: Node) -> None:
     node.kubelet.start()
     run = f"{sys.executable} -m deviceplugin run --simulate l4x1 --metrics-address ''"

@@ -79,7 +79,9 @@ class Settings(
     state_dir: Annotated[
         str,
         Meta(
-            description="directory of the control socket; made if absent", extra={"metavar": "DIR"}
+            description="directory of what outlives the process and of the control socket;"
+            " made if absent",
+            extra={"metavar": "DIR"},
         ),
     ] = "/var/lib/deviceplugin"
     metrics_address: Annotated[

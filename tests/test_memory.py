@@ -1,0 +1,104 @@
+"""deviceplugin.memory"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import inventory
+from deviceplugin.memory import Memory, Recall, Remembered
+from deviceplugin.model import DriverInfo, Gpu, HostFacts, NumaPlace, NumaSource, Scan
+from deviceplugin.stats import Stats
+from tests.builders import driver_gpu, gpu_id
+
+STEM = "vendor.example_gpu"
+
+
+def gpus(count: int) -> tuple[Gpu, ...]:
+    scan = Scan(DriverInfo(), tuple(driver_gpu(number) for number in range(count)))
+    facts = HostFacts({gpu_id(0): NumaPlace(1, NumaSource.DEVICE)})
+    return inventory.merge(None, scan, facts).gpus
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / f"state/inventory.{STEM}.json"
+
+
+def fresh(file: Path, stats: Stats | None = None) -> Memory:
+    return Memory(file.parent, STEM, stats or Stats())
+
+
+def test_what_is_saved_is_recalled_by_the_next_process(file: Path) -> None:
+    fresh(file).save(gpus(3))
+    assert fresh(file).recall() == Remembered(Recall.GOOD, gpus(3))
+    assert [path.name for path in file.parent.iterdir()] == [file.name], "no scraps"
+
+
+def test_without_a_file_there_is_nothing(file: Path) -> None:
+    assert fresh(file).recall() == Remembered(Recall.NOTHING)
+
+
+def test_nothing_is_written_when_nothing_differs(file: Path) -> None:
+    store = fresh(file)
+    store.save(gpus(2))
+    before = file.stat().st_mtime_ns
+    store.save(gpus(2))
+    again = fresh(file)
+    again.recall()
+    again.save(gpus(2))
+    assert file.stat().st_mtime_ns == before
+    again.save(gpus(1))
+    assert fresh(file).recall().gpus == gpus(1)
+
+
+@pytest.mark.parametrize("damage", ["", "half", "changed", "[]", '{"version": "1"}', "\x00"])
+def test_a_damaged_file_is_kept_aside(file: Path, damage: str) -> None:
+    fresh(file).save(gpus(2))
+    good = file.read_text()
+    bad = {"half": good[: len(good) // 2], "changed": good.replace("NVIDIA L4", "NVIDIA L5")}
+    file.write_text(bad.get(damage, damage))
+    content = file.read_bytes()
+    assert fresh(file).recall() == Remembered(Recall.LOST)
+    assert not file.exists()
+    assert file.with_suffix(".damaged").read_bytes() == content
+    fresh(file).save(gpus(2))
+    assert fresh(file).recall().how is Recall.GOOD
+
+
+def test_a_file_of_a_newer_release_is_kept_aside(file: Path) -> None:
+    fresh(file).save(gpus(2))
+    content = json.loads(file.read_text()) | {"version": 99}
+    file.write_text(json.dumps(content))
+    assert fresh(file).recall() == Remembered(Recall.LOST)
+    assert json.loads(file.with_suffix(".newer").read_text())["version"] == 99
+
+
+def test_a_file_that_cannot_be_read_is_not_nothing(file: Path) -> None:
+    file.mkdir(parents=True)
+    assert fresh(file).recall() == Remembered(Recall.LOST)
+
+
+def test_a_folder_that_cannot_be_written_is_a_metric_and_no_error(file: Path) -> None:
+    stats = Stats()
+    store = fresh(file, stats)
+    file.parent.write_text("in the way")
+    store.save(gpus(1))
+    assert stats.gauges("state_write_failed") == {(): 1}
+    file.parent.unlink()
+    store.save(gpus(1))
+    assert stats.gauges("state_write_failed") == {(): 0}
+    assert fresh(file).recall().gpus == gpus(1)
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_recalled_or_lost(
+    data: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("m")
+    (folder / f"inventory.{STEM}.json").write_bytes(data)
+    assert Memory(folder, STEM, Stats()).recall().how is Recall.LOST
