@@ -7,7 +7,7 @@ STUBS := api/v1beta1/api.proto api/podresources/v1/api.proto api/pluginregistrat
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench coverage proto proto-check clean
+.PHONY: help demo test lint format bench soak coverage proto proto-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ format: $(VENV)/.dev ## let ruff format and fix
 
 bench: $(VENV)/.dev ## figures as one JSON object
 	@$(BIN)/python -m tests.bench
+
+SECONDS ?= 60
+soak: $(VENV)/.dev ## one daemon living through everything at random (SECONDS=60)
+	@$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 coverage: $(VENV)/.dev ## branch coverage of the tests, child processes included
 	@$(BIN)/coverage erase

@@ -1,0 +1,1 @@
+"""One daemon living through everything at random, for as long as wanted."""
