@@ -16,14 +16,18 @@ import platform
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
+import psutil
 
 from api.v1beta1 import api_pb2 as pb
 from api.v1beta1.api_pb2_grpc import DevicePluginStub
 from deviceplugin.hardware.host import ProcessUsage, process_usage
+from tests import fakenvml
 from tests.daemon import RESOURCE, Daemon, Node, short_directory
 
 PROFILE = "h100x8"
@@ -161,11 +165,46 @@ def costs(daemon: Daemon, idle_s: float) -> dict[str, float]:
     }
 
 
+def with_driver(times: int) -> dict[str, float]:
+    """The same start with the driver's child and the fake library; {} without cc."""
+    register, xid, resident = [], [], []
+    with contextlib.ExitStack() as stack:
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            library = fakenvml.build(cache)
+        except fakenvml.NoCompiler:
+            return {}
+        for _ in range(times):
+            with short_directory() as directory, contextlib.ExitStack() as inner:
+                node = Node(directory, inner)
+                gpus = fakenvml.h100x8(directory / "nvml")
+                node.kubelet.start()
+                daemon = node.start("--driver-root", str(library.parent), env=gpus.env())
+                node.wait_allocatable(GPUS)
+                register.append(node.kubelet.happened("register")[0].at_s - daemon.started_s)
+                daemon.event("metrics served")
+                time.sleep(0.5)
+                asked_s = time.monotonic()
+                gpus.xid(0, 79)
+                node.wait_allocatable(GPUS - 1)
+                xid.append(node.kubelet.happened("list")[-1].at_s - asked_s)
+                children = [child.pid for child in psutil.Process(daemon.process.pid).children()]
+                found = [process_usage(pid) for pid in (daemon.process.pid, *children)]
+                resident.append(sum(one.resident_bytes for one in found if one is not None))
+                daemon.stop()
+    return {
+        "driver_start_to_register_ms": median_ms(register),
+        "driver_xid_to_list_ms": median_ms(xid),
+        "driver_resident_with_child_mib": round(statistics.median(resident) / 2**20, 1),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few samples, to try the benchmark")
     quick = parser.parse_args().quick
     figures: dict[str, float] = starts(2 if quick else 9)
+    figures |= with_driver(1 if quick else 5)
     with running() as (node, daemon):
         figures |= costs(daemon, 1 if quick else 10)
         figures |= calls(node, 100 if quick else 2000)
