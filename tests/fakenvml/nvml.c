@@ -184,6 +184,7 @@ struct event_set {
     uintptr_t handle;
     unsigned long long wanted[MAX_GPUS]; /* by number */
     struct event *first, **last;
+    int watch; /* of the file with the events, or -1 */
     struct event_set *next;
 };
 
@@ -685,6 +686,8 @@ static void free_event_set(struct event_set **place)
         next = event->next;
         free(event);
     }
+    if (set->watch >= 0)
+        close(set->watch);
     free(set);
 }
 
@@ -1084,6 +1087,19 @@ static struct event_set **place_of(EventSet set)
     return *place ? place : NULL;
 }
 
+/* A watch lives as long as its set: to close one takes the kernel tens of milliseconds. */
+static int watch_events(void)
+{
+    char path[4096];
+    int watch = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
+    if (watch < 0)
+        return watch;
+    if (path_of("events", path, sizeof path) && inotify_add_watch(watch, path, IN_MODIFY) >= 0)
+        return watch;
+    close(watch);
+    return -1;
+}
+
 int nvmlEventSetCreate(EventSet *set)
 {
     lock();
@@ -1096,6 +1112,7 @@ int nvmlEventSetCreate(EventSet *set)
             return leave(NO_MEMORY);
         made->handle = ++last_event_set;
         made->last = &made->first;
+        made->watch = watch_events();
         made->next = event_sets;
         event_sets = made;
         *set = (EventSet)made->handle;
@@ -1127,18 +1144,6 @@ static long long now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static int watch_events(void)
-{
-    char path[4096];
-    int watch = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
-    if (watch < 0)
-        return watch;
-    if (path_of("events", path, sizeof path) && inotify_add_watch(watch, path, IN_MODIFY) >= 0)
-        return watch;
-    close(watch);
-    return -1;
-}
-
 /* Sleeps until an event was written, or until it is time to look whether the set is still there. */
 static void await_write(int watch, long long rest_ns)
 {
@@ -1168,7 +1173,6 @@ int nvmlEventSetWait_v2(EventSet set, EventData *data, unsigned timeout_ms)
     lock();
     int rc = enter(__func__, NONE, NONE);
     long long deadline_ns = now_ns() + timeout_ms * 1000000LL;
-    int watch = watch_events(); /* before the first look: no line falls between the two */
     while (rc == OK) {
         if (!session.references)
             rc = UNINITIALIZED;
@@ -1182,14 +1186,13 @@ int nvmlEventSetWait_v2(EventSet set, EventData *data, unsigned timeout_ms)
             if (rest_ns <= 0) {
                 rc = TIMEOUT;
             } else {
+                int watch = (*place_of(set))->watch;
                 leave(OK);
-                await_write(watch, rest_ns);
+                await_write(watch, rest_ns); /* a line since the look has left its notice there */
                 lock();
             }
         }
     }
-    if (watch >= 0)
-        close(watch);
     return leave(rc);
 }
 
