@@ -149,8 +149,7 @@ class Agent:
             try:
                 event = self._events.get(timeout=max(0.0, min(due) - self._clock.monotonic()))
             except queue.Empty:
-                self._step(lifecycle.Tick())
-                continue
+                event = lifecycle.Tick()
             match event:
                 case _Look():
                     self._look()
@@ -159,6 +158,8 @@ class Agent:
                     self._exit_code = 1
                 case _:
                     self._step(event)
+            if self._state.due_s is not None:
+                self._step(lifecycle.Tick())  # however many events there are
 
     def _start_the_rest(self, now_s: float) -> float | None:
         """Start what can be late, once it is time; when that is, or None if it was."""

@@ -90,7 +90,8 @@ class Monitor:
     def stop(self) -> None:
         """Ask the thread to end; ``join`` waits for it."""
         self._stop.set()
-        self._call()
+        self._called.set()
+        self._hardware.abort()
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended, the driver closed."""
@@ -140,6 +141,8 @@ class Monitor:
                 try:
                     self._session()
                 except HardwareError as error:
+                    if self._stop.is_set():
+                        break
                     trouble = Fault(error.code, str(error))
                     if self._clock.monotonic() - started_s > BACK_OFF_MAX_S:
                         failures = 0

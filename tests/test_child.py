@@ -126,6 +126,35 @@ def test_a_wait_is_ended_by_wake(child: ChildHardware) -> None:
     assert not waiting.is_alive()
 
 
+def test_a_wake_while_something_is_asked_ends_the_next_wait(
+    child: ChildHardware, gpus: FakeNode
+) -> None:
+    child.scan()
+    child.wake()
+    assert len(child.read()) == 3, "what is asked is answered"
+    assert child.wait(60) == ()
+
+
+def test_abort_ends_even_a_scan_that_hangs(child: ChildHardware, gpus: FakeNode) -> None:
+    gpus.hang("nvmlDeviceGetUUID")
+    failures: list[HardwareError] = []
+
+    def scan() -> None:
+        try:
+            child.scan()
+        except HardwareError as error:
+            failures.append(error)
+        child.close()
+
+    scanning = threading.Thread(target=scan)
+    scanning.start()
+    gpus.await_call("nvmlDeviceGetUUID 0")
+    child.abort()
+    scanning.join(10)
+    assert [str(error) for error in failures] == ["given up"]
+    assert child.pid is None
+
+
 def test_a_crash_is_said_and_a_new_child_goes_on(child: ChildHardware, gpus: FakeNode) -> None:
     child.scan()
     first = child.pid

@@ -80,6 +80,9 @@ class ScriptedHardware:
     def wake(self) -> None:
         self.events.put(None)
 
+    def abort(self) -> None:
+        self.wake()
+
     def close(self) -> None:
         self.log.append("close")
 

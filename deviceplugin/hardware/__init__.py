@@ -14,7 +14,7 @@ from deviceplugin.model import CallError, HostFacts, Reading, Scan, XidEvent
 
 
 class Hardware(Protocol):
-    """A GPU driver. One thread uses it at a time; only ``wake`` may come from another.
+    """A GPU driver. One thread uses it; ``wake`` and ``abort`` come from others.
 
     Every method may raise ``HardwareError``: the driver as a whole cannot be
     used. The caller then calls ``close`` and, later, ``scan``. A single GPU
@@ -35,7 +35,12 @@ class Hardware(Protocol):
         """
 
     def wake(self) -> None:
-        """End a ``wait`` in progress early, where that is possible. Never raises."""
+        """End a ``wait`` in progress, or the next one, early, where that is possible.
+        Never raises."""
+
+    def abort(self) -> None:
+        """End whatever call is in progress, for good, where that is possible: only
+        ``close`` may follow. Never raises."""
 
     def errors(self) -> tuple[CallError, ...]:
         """The driver calls that failed since this was asked last. Never raises."""

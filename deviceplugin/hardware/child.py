@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 0.4
 
 
 class ChildHardware:
-    """Used by one thread at a time; ``wake`` may come from any."""
+    """Used by one thread; ``wake`` and ``abort`` may come from any."""
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class ChildHardware:
         self._abandoned: list[subprocess.Popen[bytes]] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # as long as we live
         self._hung = False
+        self._woken = False
+        self._aborted = False
 
     # --- Hardware -------------------------------------------------------------------
 
@@ -77,6 +79,9 @@ class ChildHardware:
         return answer.readings
 
     def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+        if self._woken:
+            self._woken = False  # while something else was asked
+            return ()
         message = self._receive(timeout_s)
         if message is None:
             return ()
@@ -91,8 +96,11 @@ class ChildHardware:
         return found
 
     def wake(self) -> None:
-        """End what the other thread is waiting for."""
         os.eventfd_write(self._wake, 1)
+
+    def abort(self) -> None:
+        self._aborted = True
+        self.wake()
 
     def close(self) -> None:
         process, connection = self._process, self._connection
@@ -151,8 +159,11 @@ class ChildHardware:
             while True:
                 message = self._receive(deadline_s - time.monotonic())
                 if message is None:
+                    if self._aborted:
+                        raise HardwareError("given up")
                     if time.monotonic() < deadline_s:
-                        raise HardwareError("interrupted")
+                        self._woken = True
+                        continue
                     self._hung = True
                     raise errors.DriverHung(
                         f"the driver has not answered for {timeout_s:.0f} s: a new process tries"

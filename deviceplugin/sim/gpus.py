@@ -98,6 +98,9 @@ class SimulatedHardware:
         with self._changed:
             self._wake()
 
+    def abort(self) -> None:
+        self.wake()
+
     def errors(self) -> tuple[CallError, ...]:
         return ()
 

@@ -126,6 +126,9 @@ class Nvml:
     def wake(self) -> None:
         """Nothing ends a wait of NVML: callers keep theirs short."""
 
+    def abort(self) -> None:
+        """Nothing ends a call of NVML but the end of its process."""
+
     def errors(self) -> tuple[CallError, ...]:
         return self._calls.errors()
 
