@@ -247,7 +247,7 @@ def _status(arguments: argparse.Namespace) -> int:
     print(
         f"{status['resource']}: {status['phase']}, pid {status['pid']}, version {status['version']}"
     )
-    for reason in status["not_ready_because"]:
+    for reason in status["not_ready_because"][1:]:  # the first one is the line above
         print(f"  {reason}")
     if usage is not None:
         print(

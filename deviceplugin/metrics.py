@@ -262,8 +262,9 @@ def _handler(
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 5.0  # a client that says nothing holds a thread no longer
-        server_version = "deviceplugin"
-        sys_version = ""
+
+        def version_string(self) -> str:
+            return "deviceplugin"
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
