@@ -39,6 +39,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "registrations": ("Registrations with the kubelet, by result.", ("resource", "result")),
     "kubelet_restarts": ("Times that the kubelet was seen to have restarted.", ()),
     "list_updates": ("Device lists sent to the kubelet.", ()),
+    "oversized_lists": ("Device lists that were too large for the kubelet, and not sent.", ()),
     "rpc": ("Calls by the kubelet, by method and gRPC status.", ("method", "code")),
     "xid_errors": (
         "Xid errors reported by the driver; gpu is empty when it is not one of ours.",

@@ -89,6 +89,7 @@ class Servicer(DevicePluginServicer):
             sent = snapshot.devices
             message = wire.device_list(sent)
             if message.ByteSize() > wire.MESSAGE_MAX_BYTES:
+                self._stats.add("oversized_lists")
                 _log.error(
                     "device list too large for the kubelet, not sent",
                     bytes=message.ByteSize(),
