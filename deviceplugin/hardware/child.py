@@ -136,7 +136,7 @@ class ChildHardware:
             try:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "deviceplugin.hardware.worker"),
+                        *(sys.executable, "-P", "-m", "deviceplugin.hardware.worker"),
                         *(str(theirs.fileno()), str(self._driver_root)),
                     ],
                     pass_fds=(theirs.fileno(),),
