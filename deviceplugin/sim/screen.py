@@ -56,6 +56,7 @@ class Screen:
 
     def _say(self, text: str, style: str) -> None:
         if self._rich:
-            self._console.print(Text(text, style=style))
+            # The terminal wraps: a line of ours with breaks in it could not be copied.
+            self._console.print(Text(text, style=style), soft_wrap=True)
         else:
             print(text, flush=True)
