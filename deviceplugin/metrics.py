@@ -236,7 +236,8 @@ class Endpoint:
                 if not complained:
                     _log.error(
                         "metrics address cannot be had, serving GPUs without it",
-                        address=self._address,
+                        host=self._address[0],
+                        port=self._address[1],
                         why=error,
                         retry_every_s=BIND_AGAIN_S,
                     )

@@ -66,6 +66,12 @@ def test_json_is_read_as_well_as_yaml() -> None:
     assert config.load({}, {}, file).settings.poll_interval_s == 1
 
 
+def test_yaml_may_merge_what_stands_elsewhere() -> None:
+    file = ("c.yaml", "<<: {version: v1, logLevel: debug, sysfsRoot: /a}\nsysfsRoot: /b\n")
+    settings = config.load({}, {}, file).settings
+    assert (settings.log_level, settings.sysfs_root) == ("debug", "/b")
+
+
 def test_all_mistakes_are_reported_at_once_with_key_and_origin() -> None:
     found = mistakes(
         {"resource_name": "gpu", "poll_interval_s": "soon"},

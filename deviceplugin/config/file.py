@@ -29,6 +29,8 @@ def read_yaml(text: str) -> tuple[Any, list[str]]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":
+                    continue  # "<<" brings in keys that may be set again
                 key = self.construct_object(key_node, deep=True)
                 if repr(key) in seen:
                     twice.append(f"line {key_node.start_mark.line + 1}: {key}: is set twice")
