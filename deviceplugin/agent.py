@@ -36,6 +36,7 @@ from deviceplugin.monitor import Monitor
 from deviceplugin.ownership import Ownership
 from deviceplugin.roll import Roll
 from deviceplugin.servicer import Servicer
+from deviceplugin.sockets import directory_trouble
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
@@ -331,7 +332,11 @@ class Agent:
             case "kubelet.sock gone":
                 _log.warning("kubelet.sock is gone, waiting for it", directory=self._directory)
             case "no kubelet":
-                _log.warning("no kubelet yet, waiting for kubelet.sock", directory=self._directory)
+                _log.warning("no kubelet yet, waiting for it", why=self._why_no_kubelet())
+
+    def _why_no_kubelet(self) -> str:
+        trouble = directory_trouble(self._directory)
+        return trouble or f"there is no kubelet.sock in {self._directory}"
 
     # --- what is wrong ------------------------------------------------------------------
 
@@ -354,7 +359,7 @@ class Agent:
         if state.why:
             reasons.append(f"last try: {state.why}")
         if state.phase is Phase.NO_KUBELET:
-            reasons.append(f"there is no kubelet.sock in {self._directory}")
+            reasons.append(self._why_no_kubelet())
         if snapshot.trouble is not None:
             reasons.append(f"driver: {snapshot.trouble.detail}")
         return reasons

@@ -121,5 +121,10 @@ def plan(snapshot: Snapshot, wanted: Iterable[str]) -> AllocationPlan:
 
 def _names(ids: Sequence[str], most: int = 8) -> str:
     """Ids for an error text, cut: a request may hold any number of any length."""
-    shown = ", ".join(name if len(name) <= 80 else name[:79] + "…" for name in ids[:most])
+    shown = ", ".join(map(_name, ids[:most]))
     return shown if len(ids) <= most else f"{shown} and {len(ids) - most} more"
+
+
+def _name(name: str) -> str:
+    short = name if len(name) <= 80 else name[:79] + "…"
+    return short if short and short.isprintable() else repr(short)

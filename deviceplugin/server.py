@@ -9,9 +9,9 @@ nothing that still answers.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
+import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +21,7 @@ import grpc
 from api.v1beta1.api_pb2_grpc import add_DevicePluginServicer_to_server
 from deviceplugin.errors import ServeError
 from deviceplugin.servicer import WORKERS, Servicer
-from deviceplugin.sockets import answers
+from deviceplugin.sockets import answers, directory_trouble
 
 
 def socket_name(stem: str) -> str:
@@ -70,7 +70,7 @@ class PluginServer:
             self._id = self._identity()
         except (RuntimeError, OSError) as error:
             self.stop()
-            raise ServeError(f"cannot serve on {path}: {_why(path.parent) or error}") from error
+            raise ServeError(f"cannot serve on {path}: {_why(path) or error}") from error
 
     def in_place(self) -> bool:
         """Whether the socket can still be found where the kubelet dials it."""
@@ -91,13 +91,14 @@ class PluginServer:
             self.path.unlink()
 
 
-def _why(directory: Path) -> str | None:
-    """gRPC does not say why a socket could not be made; the usual reasons."""
-    if not directory.is_dir():
-        return "the directory does not exist"
-    if not os.access(directory, os.W_OK):
-        return (
-            "no permission to write there; with SELinux the process needs a type that may use"
-            " container_file_t"
-        )
+def _why(path: Path) -> str | None:
+    """gRPC does not say why a socket could not be made: ask the kernel itself."""
+    if trouble := directory_trouble(path.parent):
+        return trouble
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        return error.strerror
     return None

@@ -137,6 +137,11 @@ def test_an_unknown_device_is_refused_by_name() -> None:
         allocation.plan(EIGHT, [gpu_id(0), "GPU-nope"])
 
 
+def test_a_name_that_cannot_be_seen_is_quoted() -> None:
+    with pytest.raises(RequestError, match=r"not published here: '', 'a\\x00b'"):
+        allocation.plan(EIGHT, ["", "a\0b"])
+
+
 def test_an_unhealthy_device_is_refused_with_its_reason() -> None:
     node = snapshot([0, 0], sick={1: "xid-79"})
     with pytest.raises(DeviceUnhealthy, match=rf"unhealthy: {gpu_id(1)} \(xid-79\)"):

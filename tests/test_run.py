@@ -308,6 +308,8 @@ def registered(node: Node) -> Daemon:
 
 def test_a_kubelet_that_comes_later_is_registered_with(node: Node) -> None:
     daemon = node.start(*H100X8)
+    daemon.wait_ready(f"{node.kubelet.directory} does not exist")
+    node.kubelet.directory.mkdir()
     daemon.wait_ready(f"there is no kubelet.sock in {node.kubelet.directory}")
     node.kubelet.start()
     node.wait_allocatable(8)

@@ -259,7 +259,7 @@ def test_an_old_server_that_stops_late_does_not_take_the_new_ones_socket(tmp_pat
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     threads = threading.active_count()
-    with pytest.raises(ServeError, match="the directory does not exist"):
+    with pytest.raises(ServeError, match="/no does not exist"):
         server.PluginServer(tmp_path / "no/x.sock", Servicer(Store(), Stats()))
     assert threading.active_count() == threads
 
@@ -285,3 +285,12 @@ def test_only_dead_sockets_of_our_own_name_are_removed(tmp_path: Path, plugin: P
 
 def test_a_missing_directory_has_no_stale_sockets(tmp_path: Path) -> None:
     assert server.remove_stale(tmp_path / "no", STEM) == []
+
+
+def test_what_keeps_a_socket_from_being_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServeError, match="file is not a directory"):
+        server.PluginServer(tmp_path / "file/x.sock", Servicer(Store(), Stats()))
+    (tmp_path / "x.sock").mkdir()
+    with pytest.raises(ServeError, match="Address already in use"):
+        server.PluginServer(tmp_path / "x.sock", Servicer(Store(), Stats()))
