@@ -362,6 +362,9 @@ class Agent:
             reasons.append(self._why_no_kubelet())
         if snapshot.trouble is not None:
             reasons.append(f"driver: {snapshot.trouble.detail}")
+        elif snapshot.inventory is None:
+            age_s = self._clock.monotonic() - self._started_s
+            reasons.append(f"driver: the first look at the GPUs takes {age_s:.0f} s so far")
         return reasons
 
     def _forget(self, request: Mapping[str, Any]) -> dict[str, Any]:

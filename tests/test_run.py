@@ -269,6 +269,19 @@ def test_a_driver_process_that_dies_is_replaced_and_no_device_is_lost(
     node.wait_allocatable(7)
 
 
+def test_a_driver_that_hangs_at_the_start_is_said_and_blocks_no_stop(
+    node: Node, machine: Machine
+) -> None:
+    machine.gpus.hang("nvmlInitWithFlags")
+    node.kubelet.start()
+    daemon = machine.start(node)
+    daemon.wait_ready("driver: the first look at the GPUs takes ")
+    assert daemon.get("/healthz") == (200, "ok\n")
+    (child,) = psutil.Process(daemon.process.pid).children()
+    assert daemon.stop() == 0
+    assert not child.is_running()
+
+
 def test_a_slow_driver_is_waited_for(node: Node, machine: Machine) -> None:
     machine.gpus.slow("nvmlDeviceGetUUID", ms=50)
     node.kubelet.start()
