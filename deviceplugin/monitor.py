@@ -241,10 +241,7 @@ class Monitor:
             merged = self._roll.settle(merged)
         changes = inventory.diff(known, merged)
         if not merged.gpus:
-            for bad in merged.unreadable:
-                _log.error(
-                    "GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail
-                )
+            _log_unreadable(merged)
             raise HardwareError(
                 "the driver lists no GPU"
                 if not merged.unreadable
@@ -280,10 +277,7 @@ class Monitor:
         for gpu in changes.gone:
             _log.warning("GPU is gone, stays listed as unhealthy", gpu=gpu.id, pci=gpu.pci_bus_id)
         if before is None or before.unreadable != after.unreadable:
-            for bad in after.unreadable:
-                _log.error(
-                    "GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail
-                )
+            _log_unreadable(after)
         if before is self._recalled:
             for gpu in after.gpus:
                 if not gpu.present:
@@ -320,11 +314,11 @@ class Monitor:
         snapshot = self._store.snapshot
         verdicts = dict(snapshot.verdicts)
         for event in events:
-            known = event.gpu is not None and event.gpu in verdicts
-            self._stats.add("xid_errors", event.gpu if known and event.gpu else "", str(event.xid))
-            if known and event.gpu is not None and event.gpu_instance is None:
-                verdicts[event.gpu] = health.on_xid(verdicts[event.gpu], event, now_s)
-            self._log_xid(event, known=known)
+            gpu = event.gpu if event.gpu in verdicts else None
+            self._stats.add("xid_errors", gpu or "", str(event.xid))
+            if gpu is not None and event.gpu_instance is None:
+                verdicts[gpu] = health.on_xid(verdicts[gpu], event, now_s)
+            self._log_xid(event, known=gpu is not None)
         if snapshot.inventory is not None:
             self._publish(snapshot.inventory, verdicts)
 
@@ -366,3 +360,8 @@ class Monitor:
                 _log.info(
                     "GPU healthy again, offered again", gpu=gpu, was=was.reason if was else ""
                 )
+
+
+def _log_unreadable(found: Inventory) -> None:
+    for bad in found.unreadable:
+        _log.error("GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail)

@@ -22,14 +22,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from deviceplugin import errors
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware import messages
 from deviceplugin.model import CallError, Reading, Scan, XidEvent
-
-_T = TypeVar("_T")
 
 SCAN_TIMEOUT_S = 60.0
 """Opening the driver takes seconds for each GPU where no persistence daemon runs."""

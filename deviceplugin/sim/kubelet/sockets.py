@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-PATH_MAX_BYTES = 107
+from deviceplugin.config.settings import UNIX_PATH_MAX_BYTES
 
 
 class LinkedServer:
@@ -32,9 +32,9 @@ class LinkedServer:
             ValueError: the path is too long for a unix socket.
             OSError: the socket cannot be made.
         """
-        if len(os.fsencode(path)) > PATH_MAX_BYTES:
+        if len(os.fsencode(path)) > UNIX_PATH_MAX_BYTES:
             raise ValueError(
-                f"{path}: too long for a unix socket, {PATH_MAX_BYTES} bytes are the most:"
+                f"{path}: too long for a unix socket, {UNIX_PATH_MAX_BYTES} bytes are the most:"
                 " use a shorter directory"
             )
         self.path = path
