@@ -23,19 +23,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deviceplugin import __version__, kubelet, lifecycle, logs, server
+from deviceplugin import __version__, kubelet, lifecycle, logs, standing
 from deviceplugin.checkpoint import Checkpoint
-from deviceplugin.clock import Clock
-from deviceplugin.config import Settings, parse_address, socket_stem
-from deviceplugin.errors import ServeError
+from deviceplugin.clock import Clock, date
+from deviceplugin.config import Loaded, Settings, parse_address, socket_stem
+from deviceplugin.errors import ListTooLong
 from deviceplugin.hardware import Hardware, Host
+from deviceplugin.holders import Holders
+from deviceplugin.incarnation import Incarnations, say
+from deviceplugin.keeper import Keeper
 from deviceplugin.lifecycle import Phase
 from deviceplugin.memory import Memory
-from deviceplugin.model import Health
-from deviceplugin.monitor import Monitor
+from deviceplugin.monitor import Monitor, Policy
 from deviceplugin.ownership import Ownership
+from deviceplugin.reload import Changed, Reloader
 from deviceplugin.roll import Roll
-from deviceplugin.servicer import Servicer
 from deviceplugin.sockets import directory_trouble
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
@@ -60,6 +62,10 @@ class _Look:
     """Something in the kubelet's directory may have changed."""
 
 
+class _Reload:
+    """An operator wants the settings read again."""
+
+
 class _Crash:
     """A thread of ours ended by a fault of ours."""
 
@@ -71,15 +77,26 @@ class _Crash:
 class Agent:
     """One run of the daemon."""
 
-    def __init__(self, settings: Settings, hardware: Hardware, host: Host, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        host: Host,
+        clock: Clock,
+        reloader: Reloader | None = None,
+    ) -> None:
+        """
+        Args:
+            reloader: looks for new settings; None: they never change.
+        """
         self._settings = settings
+        self._reloader = reloader
         self._clock = clock
         self._directory = Path(settings.device_plugin_dir)
         self._stem = socket_stem(settings.resource_name)
-        self._events: queue.SimpleQueue[lifecycle.Event | _Look | _Crash] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[lifecycle.Event | _Look | _Reload | _Crash]
+        self._events = queue.SimpleQueue()
         self._state = lifecycle.State()
-        self._server: server.PluginServer | None = None
-        self._registration: kubelet.Registration | None = None
         self._watch = kubelet.DirectoryWatch(self._directory, self._look_soon)
         self._ownership = Ownership(
             self._directory, self._stem, settings.pod_name or socket.gethostname()
@@ -88,25 +105,43 @@ class Agent:
         self._store = Store()
         self._stats = Stats()
         self._stats.set("registered", settings.resource_name, to=0)
-        self._monitor = Monitor(
-            hardware,
+        resource = settings.resource_name
+        self._incarnations = Incarnations(
+            self._directory, resource, self._store, self._stats, self._events.put
+        )
+        holders = Holders(
+            Checkpoint(self._directory, resource), Path(settings.pod_resources_socket), resource
+        )
+        memory = Memory(Path(settings.state_dir), self._memory_name(), self._stats, clock)
+        keeper = Keeper(
             host,
             self._store,
             self._stats,
             clock,
-            poll_interval_s=settings.poll_interval_s,
+            Roll(memory, holders, clock),
             on_publishable=lambda: self._events.put(lifecycle.Publishable()),
+        )
+        self._monitor = Monitor(
+            hardware,
+            keeper,
+            self._stats,
+            clock,
+            Policy.of(settings),
             on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
-            roll=Roll(
-                Memory(Path(settings.state_dir), self._stem, self._stats),
-                Checkpoint(self._directory, settings.resource_name),
-            ),
         )
         self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)
         self._can_watch = False
         self._started_s = clock.monotonic()
         self._beat_s = self._started_s
         self._exit_code: int | None = None
+        self.next_settings: Loaded | None = None
+        """After ``run``: begin again with these."""
+        self.stuck = False
+        """After ``run``: a thread hangs in the driver, and only _exit ends the process."""
+
+    def _memory_name(self) -> str:
+        """Simulated GPUs are no part of what the real node is known to have."""
+        return f"simulated.{self._stem}" if self._settings.simulate is not None else self._stem
 
     # --- running --------------------------------------------------------------------
 
@@ -122,6 +157,7 @@ class Agent:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stop())
+        signal.signal(signal.SIGHUP, lambda *_: self._events.put(_Reload()))
         settings = self._settings
         _log.info(
             "starting",
@@ -144,6 +180,8 @@ class Agent:
             now_s = self._beat_s = self._clock.monotonic()
             if now_s >= look_due_s:
                 self._look()
+                if self._reloader is not None:
+                    self._adopt(self._reloader.look(self._stats))
                 look_due_s = now_s + LOOK_EVERY_S
             late_due_s = self._start_the_rest(now_s)
             due = [s for s in (look_due_s, self._state.due_s, late_due_s) if s is not None]
@@ -154,6 +192,12 @@ class Agent:
             match event:
                 case _Look():
                     self._look()
+                case _Reload():
+                    if self._reloader is not None:
+                        self._adopt(self._reloader.reload(self._stats))
+                case _Crash(cause=ListTooLong()):
+                    _log.error("stopping: nothing can be published", why=event.cause)
+                    self._exit_code = 2
                 case _Crash():
                     _log.error("stopping: a thread died", thread=event.who, cause=event.cause)
                     self._exit_code = 1
@@ -175,8 +219,7 @@ class Agent:
     def _wind_down(self) -> int:
         """Stop everything. Each step is bounded: together well under a second."""
         self._monitor.stop()
-        self._close_registration()
-        self._stop_server()
+        self._incarnations.stop()
         self._ownership.release()
         if self._late.ident is not None:
             self._late.join(0.5)
@@ -187,11 +230,24 @@ class Agent:
             _log.warning("the driver does not answer, leaving it behind")
             self.stuck = True
         code = self._exit_code or 0
-        _log.info("stopped", exit_code=code)
+        if self.next_settings is None:
+            _log.info("stopped", exit_code=code)
         return code
 
-    stuck = False
-    """After ``run``: a thread hangs in the driver, and only _exit ends the process."""
+    # --- new settings -----------------------------------------------------------------
+
+    def _adopt(self, changed: Changed | None) -> None:
+        """Take new settings over, in place or by a new start of the whole agent."""
+        if changed is None:
+            return
+        if not changed.live:
+            _log.info("starting anew with the new settings")
+            self.next_settings = changed.loaded
+            self._exit_code = 0
+            return
+        self._settings = changed.loaded.settings
+        logs.set_up(self._settings.log_format, self._settings.log_level)
+        self._monitor.policy = Policy.of(self._settings)
 
     # --- looking ----------------------------------------------------------------------
 
@@ -204,8 +260,9 @@ class Agent:
             self._watch.ensure()
         self._step(lifecycle.Owned(self._ownership.claim()))
         self._step(lifecycle.KubeletSocket(kubelet.socket_id(self._directory)))
-        if self._server is not None and not self._server.in_place():
-            self._step(lifecycle.OwnSocketGone(self._state.incarnation))
+        wrong = self._incarnations.look(self._clock.monotonic())
+        if wrong is not None:
+            self._step(wrong)
 
     def _start_late(self) -> None:
         """Load and start the rest; in a thread of its own."""
@@ -217,17 +274,21 @@ class Agent:
 
             control = ControlServer(
                 Path(self._settings.state_dir),
-                {"status": self._status, "forget": self._forget},
+                {
+                    "status": self._status,
+                    "forget": lambda request: self._monitor.forget(str(request.get("device"))),
+                    "maintenance": self._maintain,
+                },
             )
-            if control.start():
-                self._parts.append(control)
+            control.start()
+            self._parts.append(control)
             if self._settings.metrics_address:
                 from deviceplugin.metrics import Endpoint, SnapshotCollector
 
                 resource = self._settings.resource_name
                 host, port = parse_address(self._settings.metrics_address)
-                collector = SnapshotCollector(self._store, self._stats, resource)
-                endpoint = Endpoint(host, port, collector, self.unhealthy, self.unready)
+                collector = SnapshotCollector(self._store, self._stats, self._clock, resource)
+                endpoint = Endpoint(host, port, collector, self.healthz, self.readyz)
                 endpoint.start()
                 self._parts.append(endpoint)
         except Exception as error:  # noqa: BLE001  # a thread that dies must be heard of
@@ -247,7 +308,7 @@ class Agent:
             isinstance(event, lifecycle.RegisterAnswered)
             and event.incarnation == before.incarnation
         ):
-            self._close_registration()
+            self._incarnations.settle()
             result = "ok" if event.why is None else "failed"
             self._stats.add("registrations", self._settings.resource_name, result)
         for action in actions:
@@ -260,79 +321,18 @@ class Agent:
     def _perform(self, action: lifecycle.Action) -> None:
         match action:
             case lifecycle.StartServer():
-                self._start_server(action.incarnation)
+                self._incarnations.start(action.incarnation)
             case lifecycle.StopServer():
-                self._close_registration()
-                self._stop_server()
+                self._incarnations.stop()
             case lifecycle.Register():
-                self._register(action.incarnation)
+                self._incarnations.register(action.incarnation)
             case lifecycle.Report():
-                self._report(action)
+                if action.kind == "kubelet restarted":
+                    self._stats.add("kubelet_restarts")
+                resource, devices = self._settings.resource_name, self._store.snapshot.devices
+                say(action, resource, devices, self._why_no_kubelet)
             case lifecycle.Exit():
                 self._exit_code = 0
-
-    def _start_server(self, incarnation: int) -> None:
-        servicer = Servicer(
-            self._store,
-            self._stats,
-            on_streams=lambda n: self._events.put(lifecycle.Streams(incarnation, n)),
-        )
-        server.remove_stale(self._directory, self._stem)  # of a plugin that was killed
-        path = self._directory / server.socket_name(self._stem)
-        try:
-            self._server = server.PluginServer(path, servicer)
-        except ServeError as error:
-            self._events.put(lifecycle.ServerFailed(incarnation, str(error)))
-        else:
-            self._events.put(lifecycle.ServerStarted(incarnation))
-
-    def _stop_server(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
-
-    def _register(self, incarnation: int) -> None:
-        if self._server is None:
-            return
-        self._registration = kubelet.Registration(
-            self._directory,
-            self._server.path.name,
-            self._settings.resource_name,
-            on_answer=lambda why: self._events.put(lifecycle.RegisterAnswered(incarnation, why)),
-        )
-
-    def _close_registration(self) -> None:
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
-
-    def _report(self, report: lifecycle.Report) -> None:
-        fields: dict[str, object] = {"resource": self._settings.resource_name}
-        match report.kind:
-            case "registered":
-                devices = self._store.snapshot.devices
-                healthy = sum(device.health is Health.HEALTHY for device in devices)
-                _log.info("registered", devices=len(devices), healthy=healthy, **fields)
-            case "not registered":
-                _log.warning(
-                    "not registered, trying again",
-                    why=report.why,
-                    retry_in_s=round(report.retry_in_s or 0, 2),
-                    **fields,
-                )
-            case "kubelet restarted":
-                self._stats.add("kubelet_restarts")
-                _log.info("kubelet restarted, registering again", **fields)
-            case "owned by another":
-                _log.warning(
-                    "another plugin serves this resource, waiting for it to end",
-                    owner=report.why,
-                    **fields,
-                )
-            case "kubelet.sock gone":
-                _log.warning("kubelet.sock is gone, waiting for it", directory=self._directory)
-            case "no kubelet":
-                _log.warning("no kubelet yet, waiting for it", why=self._why_no_kubelet())
 
     def _why_no_kubelet(self) -> str:
         trouble = directory_trouble(self._directory)
@@ -340,63 +340,47 @@ class Agent:
 
     # --- what is wrong ------------------------------------------------------------------
 
-    def unhealthy(self) -> list[str]:
-        """Reasons to kill this process: threads of ours that are dead or stuck."""
+    def healthz(self) -> tuple[bool, list[str]]:
+        """Whether this process is to live, and else why not: threads of ours that are
+        dead or stuck. Never the state of the driver or of the kubelet."""
         found = [self._monitor.trouble(), *(part.trouble() for part in self._parts)]
         age_s = self._clock.monotonic() - self._beat_s
         if age_s > STUCK_AFTER_S:
             found.append(f"the main thread has been stuck for {age_s:.0f} s")
-        return [trouble for trouble in found if trouble is not None]
+        troubles = [trouble for trouble in found if trouble is not None]
+        return not troubles, troubles
 
-    def unready(self) -> list[str]:
-        """Why pods cannot get devices from this plugin now."""
-        state, snapshot = self._state, self._store.snapshot
-        if state.phase is Phase.REGISTERED:
-            return []
-        reasons = [f"{self._settings.resource_name}: {state.phase.value}"]
-        if state.owner is not None:
-            reasons.append(f"it is served by {state.owner}")
-        if state.why:
-            reasons.append(f"last try: {state.why}")
-        if state.phase is Phase.NO_KUBELET:
-            reasons.append(self._why_no_kubelet())
-        if snapshot.trouble is not None:
-            reasons.append(f"driver: {snapshot.trouble.detail}")
-        elif snapshot.inventory is None:
-            age_s = self._clock.monotonic() - self._started_s
-            reasons.append(f"driver: the first look at the GPUs takes {age_s:.0f} s so far")
-        return reasons
+    def readyz(self) -> tuple[bool, list[str]]:
+        """Whether pods get what there is to get, and else why not."""
+        stand = self._stand()
+        return stand.ready, list(stand.lines)
 
-    def _forget(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to ``deviceplugin forget``."""
-        return {"refused": self._monitor.forget(str(request.get("device")))}
+    def _stand(self) -> standing.Standing:
+        state = self._state
+        return standing.stand(
+            self._settings,
+            state,
+            self._store.snapshot,
+            no_kubelet=self._why_no_kubelet() if state.phase is Phase.NO_KUBELET else "",
+            looking_for_s=self._clock.monotonic() - self._started_s,
+        )
+
+    # --- commands ------------------------------------------------------------------------
+
+    def _maintain(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to ``deviceplugin maintenance``."""
+        names = [str(name) for name in request["gpus"]]
+        reason = str(request.get("reason") or "") if request["action"] == "start" else None
+        return self._monitor.maintain(names, reason)
 
     def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to ``deviceplugin status``."""
-        snapshot = self._store.snapshot
-        inventory = snapshot.inventory
+        answer = standing.status(self._settings, self._stand(), self._state, self._store.snapshot)
+        for device in answer["devices"]:
+            device["since"] = date(self._clock, device.pop("since_s"))
         return {
             "version": __version__,
             "pid": os.getpid(),
             "uptime_s": round(self._clock.monotonic() - self._started_s, 3),
-            "node": self._settings.node_name,
-            "resource": self._settings.resource_name,
-            "simulate": self._settings.simulate,
-            "phase": self._state.phase.value,
-            "ready": self._state.phase is Phase.REGISTERED,
-            "not_ready_because": self.unready(),
-            "kubelet_restarts": self._state.restarts,
-            "driver": inventory.driver.driver_version if inventory is not None else None,
-            "driver_trouble": snapshot.trouble.detail if snapshot.trouble is not None else None,
-            "devices": [
-                {
-                    "id": device.id,
-                    "health": device.health.value,
-                    "numa_nodes": list(device.numa_nodes),
-                    "reason": snapshot.verdicts[device.gpu].reason,
-                    "detail": snapshot.verdicts[device.gpu].detail,
-                    "since_s": snapshot.verdicts[device.gpu].since_s,
-                }
-                for device in snapshot.devices
-            ],
+            **answer,
         }

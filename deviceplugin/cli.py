@@ -96,6 +96,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     forget.add_argument("device", metavar="DEVICE", help="its id, as 'status' shows it")
     forget.set_defaults(command=_forget)
+    maintenance = commands.add_parser(
+        "maintenance",
+        help="withdraw GPUs and let go of them, for a reset or a new partition, and give them back",
+    )
+    actions = maintenance.add_subparsers(metavar="ACTION", required=True)
+    start = actions.add_parser(
+        "start",
+        parents=[settings],
+        help="withdraw GPUs: offered to no pod, and not opened by the plugin",
+    )
+    end = actions.add_parser(
+        "end", parents=[settings], help="give GPUs back: looked at anew, and offered if well"
+    )
+    for action in (start, end):
+        action.add_argument(
+            "gpus", metavar="GPU", nargs="+", help="id, PCI bus id or index; or 'all' alone"
+        )
+    start.add_argument("--reason", default="", help="shown in 'status', the log and metrics")
+    start.set_defaults(command=_maintenance, action="start")
+    end.set_defaults(command=_maintenance, action="end", reason="")
     demo = commands.add_parser(
         "demo", help="the plugin on simulated GPUs with an embedded kubelet, step by step"
     )
@@ -123,25 +143,47 @@ def _settings_parser() -> argparse.ArgumentParser:
         help=f"configuration file, YAML or JSON ({config.ENV_PREFIX}CONFIG)",
     )
     for field in config.FIELDS:
-        default = "unset" if field.default is None else field.default
+        default = field.shown_default or "unset"
         text = f"{field.description} (default: {default}; {', '.join(field.envs)})"
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+        )
         group.add_argument(
-            field.flag, dest=field.name, metavar=field.metavar, help=text.replace("%", "%%")
+            field.flag,
+            dest=field.name,
+            metavar=field.metavar,
+            help=text.replace("%", "%%"),
+            **switch,
         )
     return parser
 
 
+def _file(arguments: argparse.Namespace) -> Path | None:
+    """The configuration file; None when none is named."""
+    name = vars(arguments).get("config") or os.environ.get(config.ENV_PREFIX + "CONFIG")
+    return Path(name) if name else None
+
+
 def _load(arguments: argparse.Namespace) -> config.Loaded:
     given: dict[str, Any] = vars(arguments)
-    name = given.get("config") or os.environ.get(config.ENV_PREFIX + "CONFIG")
-    file = None
-    if name:
+    path, file = _file(arguments), None
+    if path is not None:
         try:
-            file = name, Path(name).read_text(encoding="utf-8")
+            file = str(path), path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError([f"file {name}: cannot be read: {error}"]) from error
+            raise ConfigError([f"file {path}: cannot be read: {error}"]) from error
     flags = {field.name: given[field.name] for field in config.FIELDS if field.name in given}
     return config.load(flags, os.environ, file)
+
+
+def _load_whole(arguments: argparse.Namespace) -> config.Loaded:
+    """The settings, and that the profile they name can be used."""
+    loaded = _load(arguments)
+    if loaded.settings.simulate is not None:
+        from deviceplugin.sim import profile
+
+        profile.load(loaded.settings.simulate)
+    return loaded
 
 
 def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
@@ -169,20 +211,43 @@ def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
 def _run(arguments: argparse.Namespace) -> int:
     # Until the agent has handlers of its own; as process 1 of a container the
     # kernel would ignore the signals else.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
     loaded = _load(arguments)
+    before: config.Loaded | None = None
+    while True:
+        try:
+            code, next_one = _run_with(loaded, arguments)
+        except DevicePluginError as error:
+            if before is None:
+                raise
+            from deviceplugin import logs
+
+            logs.get("config").error("new settings cannot be used, taking those before", why=error)
+            loaded, before = before, None
+            continue
+        if next_one is None:
+            return code
+        loaded, before = next_one, loaded
+
+
+def _run_with(
+    loaded: config.Loaded, arguments: argparse.Namespace
+) -> tuple[int, config.Loaded | None]:
+    """The daemon from start to stop: its exit code, and the settings to begin anew with."""
     settings = loaded.settings
     hardware, host = _parts(settings)
     from deviceplugin import logs
     from deviceplugin.agent import Agent
     from deviceplugin.clock import SystemClock
+    from deviceplugin.reload import Reloader
 
     logs.set_up(settings.log_format, settings.log_level)
     log = logs.get("config")
     for warning in loaded.warnings:
         log.warning("setting ignored", why=warning)
-    agent = Agent(settings, hardware, host, SystemClock())
+    reloader = Reloader(_file(arguments), lambda: _load_whole(arguments), loaded)
+    agent = Agent(settings, hardware, host, SystemClock(), reloader)
     control = None
     if settings.simulate_control is not None:
         from deviceplugin.sim.gpus import SimulatedHardware
@@ -190,6 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         if not isinstance(hardware, SimulatedHardware):
             raise ConfigError(["simulateControl: set simulate too"])
+        log = logs.get("simulation")
         control = ControlFifo(
             Path(settings.simulate_control),
             hardware,
@@ -205,7 +271,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if agent.stuck:
         sys.stderr.flush()
         os._exit(code)  # a thread that hangs in the driver would keep the process
-    return code
+    return code, agent.next_settings
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -244,11 +310,13 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(status, indent=2))
         return 0
+    simulated = f", simulated {status['simulate']}" if status["simulate"] is not None else ""
     print(
-        f"{status['resource']}: {status['phase']}, pid {status['pid']}, version {status['version']}"
+        f"{status['resource']}: {status['phase']}, pid {status['pid']}, version"
+        f" {status['version']}{simulated}"
     )
-    for reason in status["not_ready_because"][1:]:  # the first one is the line above
-        print(f"  {reason}")
+    for note in status["notes"][0 if status["ready"] else 1 :]:  # else the first is the line above
+        print(f"  {note}")
     if usage is not None:
         print(
             f"  {usage.resident_bytes / 2**20:.0f} MiB, {usage.cpu_s:.1f} s of CPU in"
@@ -256,9 +324,10 @@ def _status(arguments: argparse.Namespace) -> int:
         )
     if status["devices"]:
         terminal.show(
-            ("ID", "NUMA", "HEALTH"),
+            ("GPU", "ID", "NUMA", "HEALTH"),
             [
                 (
+                    str(device["index"]) if device["index"] >= 0 else "-",
                     device["id"],
                     ",".join(map(str, device["numa_nodes"])) or "-",
                     f"{device['health']} {device['reason']}".rstrip(),
@@ -278,6 +347,41 @@ def _forget(arguments: argparse.Namespace) -> int:
         print(f"deviceplugin: not forgotten: {answer['refused']}", file=sys.stderr)
         return 1
     print(f"{arguments.device} is forgotten")
+    return 0
+
+
+def _maintenance(arguments: argparse.Namespace) -> int:
+    settings = _load(arguments).settings
+    from deviceplugin import control
+
+    action: str = arguments.action
+    done = control.ask(
+        Path(settings.state_dir),
+        "maintenance",
+        action=action,
+        gpus=arguments.gpus,
+        reason=arguments.reason,
+    )
+    if done["refused"]:
+        for why in done["refused"]:
+            print(f"deviceplugin: nothing done: {why}", file=sys.stderr)
+        return 1
+    for gpu in done["gpus"]:
+        if action == "end":
+            print(f"{gpu} is looked at again")
+        elif gpu in done["held"]:
+            print(f"{gpu} is withdrawn; {done['held'][gpu]} holds it and runs on")
+        else:
+            print(f"{gpu} is withdrawn")
+    if not done["saved"]:
+        print("deviceplugin: not saved: a restart of the plugin forgets this", file=sys.stderr)
+    if action == "start" and not done["let_go"]:
+        print(
+            "deviceplugin: a driver call hangs and cannot be ended: a process of the plugin still"
+            " has the driver open",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -7,7 +7,8 @@ request and one answer a connection, each one line of JSON:
     {"command": "status"}  ->  {"ok": true, "result": {...}}
                            or  {"ok": false, "error": "unknown command: ..."}
 
-Without a usable state directory the daemon runs on without this socket.
+Without a usable state directory, or while another daemon listens there, the
+daemon runs on without this socket and tries again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,12 @@ from typing import Any
 from deviceplugin import logs
 from deviceplugin.config import CONTROL_SOCKET
 from deviceplugin.errors import DaemonAbsent
-from deviceplugin.sockets import answers
+from deviceplugin.sockets import answers, directory_trouble
 
 _REQUEST_MAX_BYTES = 64 * 1024
 _TIMEOUT_S = 5.0
+LISTEN_AGAIN_S = 2.0
+"""How often a socket that could not be made is tried again, and one that was is looked at."""
 
 _log = logs.get("control")
 
@@ -43,70 +48,103 @@ class ControlServer:
         self._path = state_dir / CONTROL_SOCKET
         self._handlers = handlers
         self._listener: socket.socket | None = None
+        self._made: tuple[int, int] | None = None
+        """The identity of our socket's file."""
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-        self._stopping = False
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._complained = ""
 
-    def start(self) -> bool:
-        """Begin, if the directory and the socket can be made."""
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if answers(self._path):
-                _log.warning(
-                    "another daemon owns the control socket, this one has none",
-                    socket=self._path,
-                )
-                return False
-            self._path.unlink(missing_ok=True)
-            self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(self._path))
-            self._path.chmod(0o600)
-            listener.listen(8)
-        except OSError as error:
-            self._close()
-            _log.warning(
-                "no control socket: 'deviceplugin status' will not work",
-                socket=self._path,
-                why=error,
-            )
-            return False
+    def start(self) -> None:
+        """Listen, or go on trying."""
+        self._listen()
         self._thread.start()
-        return True
 
     def trouble(self) -> str | None:
         """What is wrong with this thread, for the liveness probe."""
-        started = self._thread.ident is not None
-        return "the control thread is dead" if started and not self._thread.is_alive() else None
+        return None if self._thread.is_alive() else "the control thread is dead"
 
     def stop(self) -> None:
         """Stop listening and remove the socket."""
-        if self._listener is None:
-            return
-        self._stopping = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        os.eventfd_write(self._stop, 1)
         self._thread.join(0.3)
-        self._close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-
-    def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if not self._thread.is_alive():
+            os.close(self._stop)
 
     def _run(self) -> None:
-        listener = self._listener
-        while listener is not None and not self._stopping:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if not self._stopping:
-                    # out of file descriptors, say: do not spin, do not die
-                    threading.Event().wait(0.2)
-                continue
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_TIMEOUT_S)
-                connection.sendall(self._answer(connection))
+        while True:
+            waiting_for: list[Any] = [self._stop]
+            if self._listener is not None:
+                waiting_for.append(self._listener)
+            ready = select.select(waiting_for, [], [], LISTEN_AGAIN_S)[0]
+            if self._stop in ready:
+                break
+            if self._listener is not None and self._listener in ready:
+                self._serve(self._listener)
+            elif self._listener is None or self._identity() != self._made:
+                self._close()
+                self._listen()
+        self._close()
+
+    def _listen(self) -> None:
+        """Make the socket, and say if that is not possible or is again."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        trouble = None
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trouble = directory_trouble(self._path.parent)
+            if trouble is None and answers(self._path):
+                trouble = "another daemon listens there"
+            if trouble is None:
+                self._path.unlink(missing_ok=True)
+                listener.bind(str(self._path))
+                self._path.chmod(0o600)
+                listener.listen(8)
+                listener.setblocking(False)
+                self._made = self._identity()
+        except OSError as error:
+            trouble = str(error)
+        if trouble is None:
+            self._listener = listener
+        else:
+            listener.close()
+        if trouble is not None and trouble != self._complained:
+            _log.warning(
+                "no control socket: 'deviceplugin status' will not work",
+                socket=self._path,
+                why=trouble,
+                retry_every_s=LISTEN_AGAIN_S,
+            )
+        elif trouble is None and self._complained:
+            _log.info("control socket is there now", socket=self._path)
+        self._complained = trouble or ""
+
+    def _serve(self, listener: socket.socket) -> None:
+        """Answer one request."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            time.sleep(0.2)  # out of file descriptors, say: do not spin, do not die
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_TIMEOUT_S)
+            connection.sendall(self._answer(connection))
+
+    def _close(self) -> None:
+        """Stop listening, and remove the file if it is ours."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._listener = None
+        if self._identity() == self._made:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _answer(self, connection: socket.socket) -> bytes:
         if _peer_uid(connection) not in (0, os.geteuid()):

@@ -60,6 +60,18 @@ class DriverMismatch(HardwareError):
     code = "driver_mismatch"
 
 
+class NoGpu(HardwareError):
+    """The driver works and lists no GPU."""
+
+    code = "no_gpu"
+
+
+class Interrupted(HardwareError):
+    """The call was given up because we asked for it: nothing is wrong with the driver."""
+
+    code = "interrupted"
+
+
 class DriverHung(HardwareError):
     """The driver did not answer in time: its process is given up."""
 
@@ -82,6 +94,12 @@ class DeviceUnhealthy(DevicePluginError):
     """A device that the kubelet wants is not healthy: FAILED_PRECONDITION."""
 
     code = "device_unhealthy"
+
+
+class ListTooLong(DevicePluginError):
+    """The device list would pass what the kubelet takes: the settings ask for too much."""
+
+    code = "list_too_long"
 
 
 class ServeError(DevicePluginError):

@@ -22,8 +22,8 @@ def look(hardware: Hardware, host: Host, clock: Clock) -> Snapshot:
     """
     try:
         scan = hardware.scan()
-        merged = inventory.merge(None, scan, host.facts(scan))
-        now_s = clock.time()
+        now_s = clock.boottime()
+        merged = inventory.merge(None, scan, host.facts(scan), now_s)
         verdicts = {gpu.id: health.on_scan(None, gpu, now_s) for gpu in merged.gpus}
         for reading in hardware.read():
             if reading.gpu in verdicts:

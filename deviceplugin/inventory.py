@@ -2,7 +2,8 @@
 
 A GPU that was once in the inventory stays in it: the kubelet may hold it for
 a pod, and a kubelet whose allocated device vanishes from the list crashes.
-One that the driver no longer lists is kept with ``present=False``.
+One that the driver no longer lists is kept with the time at which it went. One
+in maintenance is left as it was known: nobody asks the driver for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from deviceplugin.model import (
+    Address,
     Device,
     DeviceId,
     DriverGpu,
@@ -19,6 +21,7 @@ from deviceplugin.model import (
     GpuId,
     HostFacts,
     Inventory,
+    Maintenance,
     NumaPlace,
     NumaSource,
     Scan,
@@ -28,11 +31,14 @@ from deviceplugin.model import (
 _NOT_LOOKED = NumaPlace(None, NumaSource.NO_BUS_ID)
 
 
-def merge(before: Inventory | None, scan: Scan, facts: HostFacts) -> Inventory:
+def merge(before: Inventory | None, scan: Scan, facts: HostFacts, now_s: float) -> Inventory:
     """The inventory after a scan.
 
     A fact that this scan could not tell but an earlier one did is kept: the
     model or bus id of a GPU that has since been lost is still right.
+
+    Args:
+        now_s: seconds since the machine started.
     """
     known = {gpu.id: gpu for gpu in before.gpus} if before is not None else {}
     gpus: dict[GpuId, Gpu] = {}
@@ -40,7 +46,8 @@ def merge(before: Inventory | None, scan: Scan, facts: HostFacts) -> Inventory:
         # A driver that lists one UUID twice would publish one device twice.
         gpus.setdefault(seen.id, _merge_gpu(known.get(seen.id), seen, facts))
     for gpu in known.values():
-        gpus.setdefault(gpu.id, replace(gpu, present=False))
+        gone = gpu.present and gpu.maintenance is None
+        gpus.setdefault(gpu.id, replace(gpu, gone_since_s=now_s) if gone else gpu)
     links = {frozenset((link.a, link.b)): link for link in (before.links if before else ())}
     links.update({frozenset((link.a, link.b)): link for link in scan.links})
     return Inventory(
@@ -52,16 +59,21 @@ def merge(before: Inventory | None, scan: Scan, facts: HostFacts) -> Inventory:
     )
 
 
-def recall(gpus: Iterable[Gpu], held: Iterable[str] = ()) -> Inventory | None:
+def recall(gpus: Iterable[Gpu], held: Iterable[str], now_s: float) -> Inventory | None:
     """What an earlier process knew, before the first scan: nothing of it is present.
 
     Args:
         held: ids that the kubelet says a pod holds, or did; a device of which
             nothing else is known has to be listed all the same.
     """
-    known = {gpu.id: replace(gpu, present=False, fault=None) for gpu in gpus}
+    known = {
+        gpu.id: replace(
+            gpu, fault=None, gone_since_s=now_s if gpu.gone_since_s is None else gpu.gone_since_s
+        )
+        for gpu in gpus
+    }
     for name in held:
-        known.setdefault(GpuId(name), _stranger(GpuId(name)))
+        known.setdefault(GpuId(name), _stranger(GpuId(name), now_s))
     if not known:
         return None
     return Inventory(DriverInfo(), tuple(sorted(known.values(), key=_pci_order)))
@@ -76,7 +88,51 @@ def forget(inventory: Inventory, gpu: GpuId) -> Inventory:
     )
 
 
-def _stranger(name: GpuId) -> Gpu:
+def is_whole(name: str) -> bool:
+    """Whether a device id is that of a whole GPU, not of a MIG slice or a shared replica."""
+    return not name.startswith("MIG-") and "::" not in name
+
+
+def find(inventory: Inventory, name: str) -> Gpu | None:
+    """The GPU of this id, PCI bus id or index."""
+    for gpu in inventory.gpus:
+        if name in (gpu.id, gpu.pci_bus_id):
+            return gpu
+    listed = [gpu for gpu in inventory.gpus if gpu.present or gpu.maintenance is not None]
+    return next((gpu for gpu in listed if name == str(gpu.index)), None)
+
+
+def maintain(inventory: Inventory, gpus: Iterable[GpuId], how: Maintenance | None) -> Inventory:
+    """The inventory with these GPUs put into maintenance, or taken out of it with None.
+
+    One that is in it already keeps the time, and its reason if the new one is empty.
+    """
+    chosen = frozenset(gpus)
+
+    def change(gpu: Gpu) -> Gpu:
+        if gpu.id not in chosen:
+            return gpu
+        if how is None or gpu.maintenance is None:
+            return replace(gpu, maintenance=how)
+        was = gpu.maintenance
+        return replace(gpu, maintenance=replace(was, reason=how.reason or was.reason))
+
+    return replace(inventory, gpus=tuple(change(gpu) for gpu in inventory.gpus))
+
+
+def addresses(inventory: Inventory | None) -> tuple[Address, ...] | None:
+    """The GPUs that may be touched while others are in maintenance; None: all may."""
+    gpus = inventory.gpus if inventory is not None else ()
+    if all(gpu.maintenance is None for gpu in gpus):
+        return None
+    return tuple(
+        Address(gpu.index, gpu.pci_bus_id)
+        for gpu in gpus
+        if gpu.maintenance is None and gpu.pci_bus_id is not None
+    )
+
+
+def _stranger(name: GpuId, now_s: float) -> Gpu:
     """A GPU of which only the id is known."""
     return Gpu(
         id=name,
@@ -90,7 +146,7 @@ def _stranger(name: GpuId) -> Gpu:
         fault=None,
         numa=_NOT_LOOKED,
         nodes=(),
-        present=False,
+        gone_since_s=now_s,
     )
 
 
@@ -121,6 +177,7 @@ def _merge_gpu(before: Gpu | None, seen: DriverGpu, facts: HostFacts) -> Gpu:
         mig_enabled=gpu.mig_enabled if gpu.mig_enabled is not None else before.mig_enabled,
         numa=gpu.numa if gpu.numa.node is not None else before.numa,
         nodes=gpu.nodes or before.nodes,
+        maintenance=before.maintenance,
     )
 
 

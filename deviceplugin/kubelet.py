@@ -122,7 +122,7 @@ class DirectoryWatch:
             self.stop()
             return False
         identity = (found.st_dev, found.st_ino)
-        if self._watched == identity:
+        if self._watched == identity and self._alive():
             return False
         self.stop()
         from watchdog.events import (
@@ -170,6 +170,13 @@ class DirectoryWatch:
             return False
         self._observer, self._watched, self._complained = observer, identity, ""
         return True
+
+    def _alive(self) -> bool:
+        """Whether the threads of the watch still run: they end at an error of their own."""
+        observer = self._observer
+        return observer is not None and all(
+            thread.is_alive() for thread in (observer, *observer.emitters)
+        )
 
     def stop(self) -> None:
         """End the watch and its threads."""

@@ -26,6 +26,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from deviceplugin import __version__, logs
+from deviceplugin.clock import Clock, date
 from deviceplugin.model import Health
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
@@ -39,7 +40,11 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "registrations": ("Registrations with the kubelet, by result.", ("resource", "result")),
     "kubelet_restarts": ("Times that the kubelet was seen to have restarted.", ()),
     "list_updates": ("Device lists sent to the kubelet.", ()),
-    "oversized_lists": ("Device lists that were too large for the kubelet, and not sent.", ()),
+    "oversized_lists": (
+        "Scans whose device list would be too large for the kubelet: the one before stays.",
+        (),
+    ),
+    "config_reloads": ("Times that the settings were read again, by result.", ("result",)),
     "rpc": ("Calls by the kubelet, by method and gRPC status.", ("method", "code")),
     "xid_errors": (
         "Xid errors reported by the driver; gpu is empty when it is not one of ours.",
@@ -59,6 +64,8 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "1 while the GPUs of this node cannot be remembered on disk, else 0.",
         (),
     ),
+    "config_refused": ("1 while the configuration file is wrong and not in use, else 0.", ()),
+    "monitoring_lost": ("1 while the driver has not been heard of for too long, else 0.", ()),
     "monitor_last_success_timestamp_seconds": (
         "When the driver last answered, in seconds since the epoch.",
         (),
@@ -69,9 +76,10 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 class SnapshotCollector(Collector):
     """Renders the latest snapshot and the counters."""
 
-    def __init__(self, store: Store, stats: Stats, resource: str) -> None:
+    def __init__(self, store: Store, stats: Stats, clock: Clock, resource: str) -> None:
         self._store = store
         self._stats = stats
+        self._clock = clock
         self._resource = resource
 
     def collect(self) -> Iterator[Metric]:
@@ -137,10 +145,15 @@ class SnapshotCollector(Collector):
             )
             if verdict.health is Health.UNHEALTHY:
                 reason.add_metric(
-                    (self._resource, device.id, device.gpu, verdict.reason), verdict.since_s
+                    (self._resource, device.id, device.gpu, verdict.reason),
+                    date(self._clock, verdict.since_s),
                 )
         yield healthy
         yield reason
+
+
+Probe = Callable[[], tuple[bool, list[str]]]
+"""Answers 200 when True, and says the sentences, or else "ok"."""
 
 
 class _Stopped(Exception):
@@ -158,6 +171,8 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
+        # Connections of an earlier process that are still winding down are no hindrance.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # HTTPServer's own asks the resolver for this host's name, which can take seconds.
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
@@ -193,13 +208,9 @@ class Endpoint:
         host: str,
         port: int,
         collector: Collector,
-        healthz: Callable[[], list[str]],
-        readyz: Callable[[], list[str]],
+        healthz: Probe,
+        readyz: Probe,
     ) -> None:
-        """
-        Args:
-            healthz, readyz: what is wrong, as sentences; [] answers 200.
-        """
         self._address = host, port
         registry = CollectorRegistry()
         registry.register(collector)
@@ -257,8 +268,8 @@ class Endpoint:
 
 def _handler(
     registry: CollectorRegistry,
-    healthz: Callable[[], list[str]],
-    readyz: Callable[[], list[str]],
+    healthz: Probe,
+    readyz: Probe,
 ) -> type[http.server.BaseHTTPRequestHandler]:
     probes = {"/healthz": healthz, "/readyz": readyz}
 
@@ -274,9 +285,9 @@ def _handler(
                 encode, content_type = choose_encoder(self.headers.get("Accept") or "")
                 self._send(HTTPStatus.OK, content_type, encode(registry))
             elif path in probes:
-                wrong = probes[path]()
-                status = HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK
-                text = "".join(f"{line}\n" for line in wrong) or "ok\n"
+                good, lines = probes[path]()
+                status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
+                text = "".join(f"{line}\n" for line in lines) or "ok\n"
                 self._send(status, "text/plain; charset=utf-8", text.encode())
             else:
                 text = "here are /metrics, /healthz and /readyz\n"

@@ -202,12 +202,38 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Maintenance:
+    """An operator has withdrawn a GPU; it is left alone until he gives it back.
+
+    Attributes:
+        reason: his words; may be empty.
+        since_s: seconds since the machine started.
+    """
+
+    reason: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the driver finds a GPU without touching another one.
+
+    Attributes:
+        index: as the driver counted at the last look at all GPUs.
+    """
+
+    index: int
+    pci_bus_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU with all its facts merged.
 
     Attributes:
-        present: False for one that was there at an earlier scan and is not now.
         nodes: its device nodes, as paths on the host.
+        gone_since_s: for one that the driver does not list any more, or not yet
+            in this process: since when, in seconds since the machine started.
     """
 
     id: GpuId
@@ -221,7 +247,13 @@ class Gpu:
     fault: Fault | None
     numa: NumaPlace
     nodes: tuple[str, ...]
-    present: bool = True
+    gone_since_s: float | None = None
+    maintenance: Maintenance | None = None
+
+    @property
+    def present(self) -> bool:
+        """The driver lists it."""
+        return self.gone_since_s is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +280,8 @@ class Verdict:
 
     Attributes:
         reason: a stable code ("xid-79", "lost", "absent", …); "" when healthy.
-        since_s: wall clock, seconds since the epoch, of the last change.
+        since_s: of the last change, in seconds since the machine started; negative
+            for what was so in an earlier boot.
         was_lost: the GPU did not answer at some time since it turned
             unhealthy; answering again is then a sign of a reset.
     """

@@ -1,28 +1,28 @@
-"""Watches the GPUs: one thread that asks the driver and writes the store.
+"""Watches the GPUs: one thread that asks the driver and tells the keeper.
 
-The only user of ``Hardware`` and the only writer of the store. It scans,
-waits for events, polls, turns what it hears into verdicts (``health``) and
-publishes a new snapshot when anything changed. When the driver as a whole
-fails it closes it, says why in the snapshot, and tries again with back-off;
-what was published stays published meanwhile.
+The only user of ``Hardware``. It scans, waits for events and polls. When the
+driver as a whole fails it closes it, says why, and tries again with back-off;
+what was published stays published meanwhile. What operators want (forget a
+device, maintenance) is done in this thread, too, between two calls.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from deviceplugin import health, inventory, logs
+from deviceplugin import logs
 from deviceplugin.clock import Clock
-from deviceplugin.errors import HardwareError
-from deviceplugin.hardware import Hardware, Host
-from deviceplugin.model import Fault, GpuId, Health, Inventory, Snapshot, Verdict, XidEvent
-from deviceplugin.roll import Roll
+from deviceplugin.config import Settings
+from deviceplugin.errors import HardwareError, Interrupted
+from deviceplugin.hardware import Hardware
+from deviceplugin.keeper import Keeper
+from deviceplugin.model import Fault
 from deviceplugin.stats import Stats
-from deviceplugin.store import Store
 
 WAIT_S = 2.0
 """The longest single wait for events; a stop ends it early."""
@@ -35,10 +35,33 @@ in vain doubles the number, since opening is costly where no persistence daemon
 runs."""
 BACK_OFF_FIRST_S = 1.0
 BACK_OFF_MAX_S = 30.0
-REPEAT_LOG_S = 60.0
-"""The same Xid on the same GPU is logged once in this time, and counted always."""
+ORDER_TIMEOUT_S = 4.0
 
 _log = logs.get("monitor")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What can be set.
+
+    Attributes:
+        poll_interval_s: between two looks at each GPU.
+        lost_after_s: how long the driver may be silent before monitoring counts as lost.
+        lost_is_unhealthy: whether the GPUs are then withdrawn.
+    """
+
+    poll_interval_s: float
+    lost_after_s: float = 120.0
+    lost_is_unhealthy: bool = False
+
+    @staticmethod
+    def of(settings: Settings) -> Policy:
+        """What the settings say."""
+        return Policy(
+            poll_interval_s=settings.poll_interval_s,
+            lost_after_s=settings.monitoring_lost_after_s,
+            lost_is_unhealthy=settings.on_monitoring_lost == "unhealthy",
+        )
 
 
 class Monitor:
@@ -47,77 +70,60 @@ class Monitor:
     def __init__(
         self,
         hardware: Hardware,
-        host: Host,
-        store: Store,
+        keeper: Keeper,
         stats: Stats,
         clock: Clock,
-        *,
-        poll_interval_s: float,
-        on_publishable: Callable[[], None],
+        policy: Policy,
         on_crash: Callable[[BaseException], None],
-        roll: Roll | None = None,
     ) -> None:
         """
         Args:
-            roll: devices that are known from before; None: none are.
-            on_publishable: called once, when there is a first device to serve.
             on_crash: called when the thread ends by a fault of ours.
         """
+        self._policy = policy
         self._hardware = hardware
-        self._host = host
-        self._store = store
+        self._keeper = keeper
         self._stats = stats
         self._clock = clock
-        self._poll_interval_s = poll_interval_s
-        self._on_publishable = on_publishable
         self._on_crash = on_crash
-        self._roll = roll
-        self._recalled: Inventory | None = None
         self._stop = threading.Event()
-        self._orders: queue.SimpleQueue[tuple[Callable[[], str | None], Future[str | None]]]
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._orders = queue.SimpleQueue()
         self._called = threading.Event()
+        self._begin_anew = False
         # A daemon thread: a driver call that hangs must not keep the process.
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._in_driver = False
-        self._beat_s = clock.monotonic()
-        self._logged: dict[tuple[GpuId | None, int], float] = {}
+        self._beat_s = self._heard_s = clock.monotonic()
+        self._lost = False
+
+    @property
+    def policy(self) -> Policy:
+        """May be replaced at any time, from any thread."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._called.set()
+        self._hardware.wake()
 
     def start(self) -> None:
         """Begin."""
+        self._stats.set("monitoring_lost", to=0)
         self._thread.start()
 
     def stop(self) -> None:
         """Ask the thread to end; ``join`` waits for it."""
         self._stop.set()
         self._called.set()
-        self._hardware.abort()
+        self._hardware.interrupt()
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended, the driver closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def forget(self, name: str, timeout_s: float = 4.0) -> str | None:
-        """Drop an absent device from the list; from any thread.
-
-        Returns:
-            Why not, in words; None when it is forgotten.
-        """
-        done: Future[str | None] = Future()
-        self._orders.put((lambda: self._forget(name), done))
-        self._call()
-        try:
-            return done.result(timeout_s)
-        except TimeoutError:
-            done.cancel()
-            return "the driver keeps the plugin waiting: try again in a minute"
-
-    def _call(self) -> None:
-        """End whatever the thread is waiting for."""
-        self._called.set()
-        self._hardware.wake()
 
     def trouble(self) -> str | None:
         """What is wrong with this thread, for the liveness probe. A driver call
@@ -129,24 +135,69 @@ class Monitor:
             return f"the monitor thread has been stuck for {age_s:.0f} s"
         return None
 
+    # --- what is asked, from any thread -----------------------------------------------
+
+    def forget(self, name: str) -> dict[str, Any]:
+        """Drop an absent device from the list.
+
+        Returns:
+            "refused": why not, in words; None when it is forgotten.
+        """
+        return self._order(
+            lambda: {"refused": self._keeper.forget(name)}, end_call=self._hardware.wake
+        )
+
+    def maintain(self, names: Sequence[str], reason: str | None) -> dict[str, Any]:
+        """Withdraw GPUs and let go of them, or give them back; see ``Keeper.maintain``.
+
+        Whatever call is in progress is given up: an operator turns to maintenance
+        just when the driver hangs.
+
+        Returns:
+            The fields of ``Maintained``, and "let_go": nothing of ours is open any more.
+        """
+
+        def act() -> dict[str, Any]:
+            let_go = self._hardware.close()
+            done = self._keeper.maintain(names, reason)
+            self._begin_anew = True
+            return {**asdict(done), "let_go": let_go}
+
+        return self._order(act, end_call=self._hardware.interrupt)
+
+    def _order(
+        self, act: Callable[[], dict[str, Any]], end_call: Callable[[], None]
+    ) -> dict[str, Any]:
+        done: Future[dict[str, Any]] = Future()
+        self._orders.put((act, done))
+        self._called.set()
+        end_call()
+        try:
+            return done.result(ORDER_TIMEOUT_S)
+        except TimeoutError:
+            if not done.cancel():
+                return done.result()  # it began just now
+            return {"refused": ["the driver keeps the plugin waiting: try again in a minute"]}
+
     # --- the thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         failures = 0
         try:
-            self._recalled = self._roll.recall() if self._roll is not None else None
+            self._keeper.recall()
             while not self._stop.is_set():
                 self._beat(in_driver=True)
                 started_s = self._clock.monotonic()
                 try:
                     self._session()
+                    self._hardware.close()
+                except Interrupted:
+                    self._hardware.close()
+                    self._obey()
                 except HardwareError as error:
-                    if self._stop.is_set():
-                        break
-                    trouble = Fault(error.code, str(error))
                     if self._clock.monotonic() - started_s > BACK_OFF_MAX_S:
                         failures = 0
-                    self._back_off(trouble, failures)
+                    self._back_off(Fault(error.code, str(error)), failures)
                     failures += 1
             self._beat(in_driver=True)
             self._hardware.close()
@@ -160,22 +211,29 @@ class Monitor:
     def _back_off(self, trouble: Fault, failures: int) -> None:
         """Let go of the driver and wait before the next try."""
         self._hardware.close()
+        if self._stop.is_set():
+            return
         self._count_errors()
         wait_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(failures, 16))
-        before = self._store.snapshot
-        if before.trouble != trouble:
-            _log.warning(
-                "driver cannot be used", code=trouble.code, why=trouble.detail, retry_in_s=wait_s
-            )
-            self._store.publish(replace(before, trouble=trouble))
-        self._beat(in_driver=False)
+        self._keeper.trouble(trouble, wait_s)
         deadline_s = self._clock.monotonic() + wait_s
-        while not self._stop.is_set() and self._clock.monotonic() < deadline_s:
-            self._called.wait(max(0.0, deadline_s - self._clock.monotonic()))
+        while not self._stop.is_set():
+            self._beat(in_driver=False)
+            lost_in_s = self._check_lost(trouble)
+            left_s = deadline_s - self._clock.monotonic()
+            if left_s <= 0:
+                return
+            self._called.wait(min(left_s, lost_in_s))
             self._obey()
+            if self._begin_anew:
+                return
 
     def _session(self) -> None:
-        """From a scan to the stop, or to the driver's failure."""
+        """From a scan to the stop, or to the driver's failure, or until all begins anew."""
+        self._begin_anew = False
+        if self._keeper.addresses() == ():
+            self._rest()
+            return
         self._scan()
         now_s = self._clock.monotonic()
         poll_due_s, rescan_due_s = now_s, now_s + RESCAN_S
@@ -187,16 +245,18 @@ class Monitor:
             events = self._hardware.wait(wait_s)
             now_s = self._clock.monotonic()
             if events:
-                self._events(events)
+                self._keeper.events(events)
             elif now_s - asked_s < wait_s - 0.005:
                 poll_due_s = now_s  # an early return without events: look
             self._obey()
+            if self._begin_anew:
+                return
             if now_s >= poll_due_s:
-                if self._poll():
+                if self._keeper.read(self._hardware.read()):
                     silent_polls, reopen_polls = 0, REOPEN_POLLS
                 else:
                     silent_polls += 1
-                poll_due_s = now_s + self._poll_interval_s
+                poll_due_s = now_s + self.policy.poll_interval_s
             if now_s >= rescan_due_s or silent_polls >= reopen_polls:
                 if silent_polls >= reopen_polls:
                     self._hardware.close()
@@ -204,164 +264,65 @@ class Monitor:
                 self._scan()
                 rescan_due_s = now_s + RESCAN_S
             self._count_errors()
-            self._stats.set("monitor_last_success_timestamp_seconds", to=self._clock.time())
+            self._heard()
+
+    def _scan(self) -> None:
+        self._keeper.scanned(self._hardware.scan(self._keeper.addresses()))
+        self._heard()
+
+    def _rest(self) -> None:
+        """Every GPU is in maintenance: the driver is left alone."""
+        self._keeper.left_alone()
+        while not (self._stop.is_set() or self._begin_anew):
+            self._heard()
+            self._beat(in_driver=False)
+            self._called.wait(WAIT_S)
+            self._obey()
 
     def _count_errors(self) -> None:
         for error in self._hardware.errors():
             self._stats.add("driver_errors", error.call, error.code)
-
-    # --- what is asked -----------------------------------------------------------------
 
     def _obey(self) -> None:
         """Do what other threads asked for."""
         self._called.clear()
         while not self._orders.empty():
             act, done = self._orders.get()
-            if done.set_running_or_notify_cancel():
-                done.set_result(act())
-
-    def _forget(self, name: str) -> str | None:
-        before = self._store.snapshot
-        why_not = self._roll.why_not_forget(before.inventory, name) if self._roll else "no roll"
-        if why_not is None and before.inventory is not None:
-            gpu = GpuId(name)
-            verdicts = {known: v for known, v in before.verdicts.items() if known != gpu}
-            self._publish(inventory.forget(before.inventory, gpu), verdicts)
-            _log.info("device forgotten", gpu=gpu)
-        return why_not
-
-    # --- what is heard ----------------------------------------------------------------
-
-    def _scan(self) -> None:
-        scan = self._hardware.scan()
-        before = self._store.snapshot
-        known = before.inventory if before.inventory is not None else self._recalled
-        merged = inventory.merge(known, scan, self._host.facts(scan))
-        if self._roll is not None:
-            merged = self._roll.settle(merged)
-        changes = inventory.diff(known, merged)
-        if not merged.gpus:
-            _log_unreadable(merged)
-            raise HardwareError(
-                "the driver lists no GPU"
-                if not merged.unreadable
-                else f"none of the {len(merged.unreadable)} GPUs that the driver lists can be read"
-            )
-        now_s = self._clock.time()
-        verdicts = {
-            gpu.id: health.on_scan(before.verdicts.get(gpu.id), gpu, now_s) for gpu in merged.gpus
-        }
-        if before.trouble is not None:
-            _log.info("driver can be used again", gpus=len(merged.gpus))
-        self._log_scan(known, merged, changes)
-        self._publish(merged, verdicts)
-        if before.inventory is None:
-            self._on_publishable()
-
-    def _log_scan(
-        self, before: Inventory | None, after: Inventory, changes: inventory.Difference
-    ) -> None:
-        for gpu in changes.added:
-            _log.info(
-                "GPU found",
-                gpu=gpu.id,
-                index=gpu.index,
-                model=gpu.model,
-                pci=gpu.pci_bus_id,
-                numa=gpu.numa.node,
-                numa_from=gpu.numa.source.value,
-                xid_events=gpu.events,
-            )
-        for gpu in changes.returned:
-            _log.info("GPU is back", gpu=gpu.id, pci=gpu.pci_bus_id)
-        for gpu in changes.gone:
-            _log.warning("GPU is gone, stays listed as unhealthy", gpu=gpu.id, pci=gpu.pci_bus_id)
-        if before is None or before.unreadable != after.unreadable:
-            _log_unreadable(after)
-        if before is self._recalled:
-            for gpu in after.gpus:
-                if not gpu.present:
-                    _log.error(
-                        "GPU is missing, listed as unhealthy until it is back or forgotten",
-                        gpu=gpu.id,
-                        pci=gpu.pci_bus_id,
-                    )
-        if changes.added:
-            for gpu in inventory.missing_hints(after):
-                _log.warning(
-                    "GPU has no NUMA hint while others have one: it cannot serve aligned requests",
-                    gpu=gpu.id,
-                    why=gpu.numa.source.value,
-                )
-
-    def _poll(self) -> bool:
-        """Ask every GPU how it is. Whether all that ought to be there answer."""
-        readings = self._hardware.read()
-        now_s = self._clock.time()
-        snapshot = self._store.snapshot
-        verdicts = dict(snapshot.verdicts)
-        for reading in readings:
-            if reading.gpu in verdicts:
-                verdicts[reading.gpu] = health.on_reading(verdicts[reading.gpu], reading, now_s)
-        if snapshot.inventory is None:
-            return True
-        self._publish(snapshot.inventory, verdicts)
-        answering = {reading.gpu for reading in readings if reading.fault is None}
-        return answering.issuperset(verdicts) and not snapshot.inventory.unreadable
-
-    def _events(self, events: tuple[XidEvent, ...]) -> None:
-        now_s = self._clock.time()
-        snapshot = self._store.snapshot
-        verdicts = dict(snapshot.verdicts)
-        for event in events:
-            gpu = event.gpu if event.gpu in verdicts else None
-            self._stats.add("xid_errors", gpu or "", str(event.xid))
-            if gpu is not None and event.gpu_instance is None:
-                verdicts[gpu] = health.on_xid(verdicts[gpu], event, now_s)
-            self._log_xid(event, known=gpu is not None)
-        if snapshot.inventory is not None:
-            self._publish(snapshot.inventory, verdicts)
-
-    def _log_xid(self, event: XidEvent, *, known: bool) -> None:
-        key, now_s = (event.gpu, event.xid), self._clock.monotonic()
-        if now_s - self._logged.get(key, -REPEAT_LOG_S) < REPEAT_LOG_S:
-            return
-        self._logged[key] = now_s
-        fields: dict[str, object] = {"gpu": event.gpu, "xid": event.xid}
-        if event.gpu_instance is not None:
-            fields |= {"gi": event.gpu_instance, "ci": event.compute_instance}
-        _log.warning("Xid error" if known else "Xid error of a GPU that is not ours", **fields)
-
-    def _publish(self, merged: Inventory, verdicts: dict[GpuId, Verdict]) -> None:
-        before = self._store.snapshot
-        self._store.publish(
-            Snapshot(
-                inventory=merged,
-                verdicts=verdicts,
-                devices=inventory.devices(merged, verdicts),
-                trouble=None,
-            )
-        )
-        if self._roll is not None:
-            self._roll.save(merged)
-        for gpu, verdict in verdicts.items():
-            was = before.verdicts.get(gpu)
-            if (was.health if was is not None else Health.HEALTHY) is verdict.health:
+            if not done.set_running_or_notify_cancel():
                 continue
-            self._stats.add("health_transitions", gpu, verdict.health.value)
-            if verdict.health is Health.UNHEALTHY:
-                _log.warning(
-                    "GPU unhealthy, not offered any more",
-                    gpu=gpu,
-                    reason=verdict.reason,
-                    why=verdict.detail,
-                )
-            else:
-                _log.info(
-                    "GPU healthy again, offered again", gpu=gpu, was=was.reason if was else ""
-                )
+            try:
+                done.set_result(act())
+            except BaseException as error:
+                done.set_exception(error)
+                raise
 
+    # --- monitoring that is lost ------------------------------------------------------
 
-def _log_unreadable(found: Inventory) -> None:
-    for bad in found.unreadable:
-        _log.error("GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail)
+    def _heard(self) -> None:
+        """The driver has answered, or is left alone on purpose."""
+        self._heard_s = self._clock.monotonic()
+        self._stats.set("monitor_last_success_timestamp_seconds", to=self._clock.time())
+        if self._lost:
+            self._lost = False
+            self._stats.set("monitoring_lost", to=0)
+            _log.info("monitoring is back")
+
+    def _check_lost(self, trouble: Fault) -> float:
+        """See whether the driver has been silent for too long; when to look again, in
+        seconds. Asked between two tries: one that hangs may delay it."""
+        policy = self.policy
+        silent_s = self._clock.monotonic() - self._heard_s
+        if silent_s < policy.lost_after_s:
+            return policy.lost_after_s - silent_s
+        if not self._lost and self._keeper.known is not None:
+            self._lost = True
+            self._stats.set("monitoring_lost", to=1)
+            _log.error(
+                "monitoring lost: nothing is heard of the GPUs",
+                for_s=round(silent_s),
+                offered=not policy.lost_is_unhealthy,
+                why=trouble.detail,
+            )
+        if self._lost and policy.lost_is_unhealthy:
+            self._keeper.silence(f"the driver cannot be asked: {trouble.detail}")
+        return BACK_OFF_MAX_S

@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def remove_stale(directory: Path, stem: str) -> list[str]:
     return live
 
 
+_PING = "/deviceplugin.SelfCheck/Ping"
+SELF_CHECK_TIMEOUT_S = 5.0
+
+
+class _Ping(grpc.GenericRpcHandler):
+    """Answers our own calls, beside the kubelet's."""
+
+    def service(
+        self, details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        if details.method != _PING:
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+
+
 class PluginServer:
     """Serves from construction until ``stop``."""
 
@@ -63,6 +79,8 @@ class PluginServer:
             self._workers, options=(("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 64))
         )
         add_DevicePluginServicer_to_server(servicer, self._server)
+        self._server.add_generic_rpc_handlers((_Ping(),))
+        self._channel: grpc.Channel | None = None
         try:
             self._server.add_insecure_port(f"unix:{path}")
             path.chmod(0o600)  # the kubelet is root, and so are we
@@ -71,6 +89,25 @@ class PluginServer:
         except (RuntimeError, OSError) as error:
             self.stop()
             raise ServeError(f"cannot serve on {path}: {_why(path) or error}") from error
+
+    def check(self, on_dead: Callable[[str], None]) -> None:
+        """Call ourselves, by the way that the kubelet comes.
+
+        Args:
+            on_dead: told why, from another thread, when there is no answer.
+        """
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(
+                f"unix:{self.path}", options=(("grpc.enable_retries", 0),)
+            )
+        ping: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PING)
+        call = ping.future(b"", timeout=SELF_CHECK_TIMEOUT_S)
+
+        def answered(call: grpc.Future[bytes]) -> None:
+            if not call.cancelled() and call.exception() is not None:
+                on_dead("our own server does not answer")
+
+        call.add_done_callback(answered)
 
     def in_place(self) -> bool:
         """Whether the socket can still be found where the kubelet dials it."""
@@ -85,6 +122,8 @@ class PluginServer:
 
     def stop(self, timeout_s: float = 0.5) -> None:
         """End every call and stream, stop listening and remove the socket."""
+        if self._channel is not None:
+            self._channel.close()
         self._server.stop(grace=None).wait(timeout_s)
         self._workers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):

@@ -87,17 +87,8 @@ class Servicer(DevicePluginServicer):
             if snapshot.devices == sent:
                 continue
             sent = snapshot.devices
-            message = wire.device_list(sent)
-            if message.ByteSize() > wire.MESSAGE_MAX_BYTES:
-                self._stats.add("oversized_lists")
-                _log.error(
-                    "device list too large for the kubelet, not sent",
-                    bytes=message.ByteSize(),
-                    limit=wire.MESSAGE_MAX_BYTES,
-                )
-                continue
             self._stats.add("list_updates")
-            yield message
+            yield wire.device_list(sent)
 
     def GetPreferredAllocation(
         self, request: pb.PreferredAllocationRequest, context: grpc.ServicerContext

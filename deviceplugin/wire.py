@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from api.v1beta1 import api_pb2 as pb
-from deviceplugin.model import AllocationPlan, Device
+from deviceplugin.model import AllocationPlan, Device, Health
 
 API_VERSION = "v1beta1"
 
@@ -30,6 +31,11 @@ def device_list(devices: Iterable[Device]) -> pb.ListAndWatchResponse:
         for node in device.numa_nodes:
             entry.topology.nodes.add(ID=node)
     return message
+
+
+def longest_list_bytes(devices: Iterable[Device]) -> int:
+    """The size of the list when every device in it is unhealthy, the longer word."""
+    return device_list(replace(each, health=Health.UNHEALTHY) for each in devices).ByteSize()
 
 
 def container_response(plan: AllocationPlan) -> pb.ContainerAllocateResponse:

@@ -19,6 +19,28 @@ from deviceplugin.model import (
 )
 
 
+class SetClock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.monotonic_s = 50.0
+        self.time_s = 1_000_000.0
+        self.boottime_s = 100.0
+        self.boot = "boot-1"
+
+    def monotonic(self) -> float:
+        return self.monotonic_s
+
+    def time(self) -> float:
+        return self.time_s
+
+    def boottime(self) -> float:
+        return self.boottime_s
+
+    def boot_id(self) -> str:
+        return self.boot
+
+
 def gpu_id(number: int) -> GpuId:
     """GPU-00000000-…-00000000000N."""
     return GpuId(f"GPU-00000000-0000-4000-8000-{number:012d}")
@@ -50,7 +72,7 @@ def snapshot(
         nodes={gpu.id: (f"/dev/nvidia{gpu.minor}",) for gpu in gpus},
         control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"),
     )
-    merged = inventory.merge(None, Scan(DriverInfo("550.54.15"), gpus), facts)
+    merged = inventory.merge(None, Scan(DriverInfo("550.54.15"), gpus), facts, 0.0)
     verdicts: dict[GpuId, Verdict] = {gpu.id: health.healthy(100.0) for gpu in gpus}
     for number, reason in (sick or {}).items():
         verdicts[gpu_id(number)] = Verdict(Health.UNHEALTHY, reason, f"because of {reason}", 100.0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware.nvml import Nvml
-from deviceplugin.model import CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
 
 
 class Door:
@@ -31,8 +31,8 @@ class Door:
             env={**os.environ, **env},
         )
 
-    def scan(self) -> Scan:
-        scan = self._do("scan")
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
+        scan = self._do("scan", only)
         assert isinstance(scan, Scan)
         return scan
 
@@ -51,8 +51,10 @@ class Door:
         assert all(isinstance(error, CallError) for error in errors)
         return errors
 
-    def close(self) -> None:
-        assert self._do("close") is None
+    def close(self) -> bool:
+        closed = self._do("close")
+        assert isinstance(closed, bool)
+        return closed
 
     def end(self) -> None:
         """End the child; it ends by itself when it is asked no more, if nothing hangs."""

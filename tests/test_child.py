@@ -135,7 +135,7 @@ def test_a_wake_while_something_is_asked_ends_the_next_wait(
     assert child.wait(60) == ()
 
 
-def test_abort_ends_even_a_scan_that_hangs(child: ChildHardware, gpus: FakeNode) -> None:
+def test_an_interrupt_ends_even_a_scan_that_hangs(child: ChildHardware, gpus: FakeNode) -> None:
     gpus.hang("nvmlDeviceGetUUID")
     failures: list[HardwareError] = []
 
@@ -149,7 +149,7 @@ def test_abort_ends_even_a_scan_that_hangs(child: ChildHardware, gpus: FakeNode)
     scanning = threading.Thread(target=scan)
     scanning.start()
     gpus.await_call("nvmlDeviceGetUUID 0")
-    child.abort()
+    child.interrupt()
     scanning.join(10)
     assert [str(error) for error in failures] == ["given up"]
     assert child.pid is None

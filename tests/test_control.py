@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ HANDLERS: control.Handlers = {
 @pytest.fixture
 def state_dir(tmp_path: Path) -> Iterator[Path]:
     served = ControlServer(tmp_path / "state", HANDLERS)
-    assert served.start()
+    served.start()
     yield tmp_path / "state"
     served.stop()
 
@@ -41,6 +42,16 @@ def raw(state_dir: Path, data: bytes) -> bytes:
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+def eventually(good: Callable[[], bool]) -> bool:
+    """Whether it comes true; while no daemon answers it has not."""
+    for _ in range(1000):
+        with contextlib.suppress(DaemonAbsent):
+            if good():
+                return True
+        time.sleep(0.01)
+    return False
 
 
 def test_a_command_is_answered(state_dir: Path) -> None:
@@ -89,23 +100,42 @@ def test_the_socket_of_a_killed_daemon_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(DaemonAbsent, match="no daemon answers"):
         control.ask(tmp_path, "echo")
     served = ControlServer(tmp_path, HANDLERS)
-    assert served.start()
+    served.start()
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(served.stop)
         assert control.ask(tmp_path, "echo", text="a") == "a"
     assert not (tmp_path / "control.sock").exists()
 
 
-def test_the_socket_of_a_running_daemon_is_left_alone(state_dir: Path) -> None:
-    second = ControlServer(state_dir, HANDLERS)
-    assert not second.start()
-    second.stop()
-    assert control.ask(state_dir, "echo", text="first") == "first"
+def test_the_socket_of_a_running_daemon_is_left_alone_and_taken_over_when_that_ends(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "LISTEN_AGAIN_S", 0.01)
+    second = ControlServer(state_dir, {"echo": lambda _: "second"})
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(second.stop)
+        second.start()
+        assert control.ask(state_dir, "echo", text="first") == "first"
+        (state_dir / "control.sock").unlink()  # as the first does when it stops
+        assert eventually(lambda: control.ask(state_dir, "echo") == "second")
 
 
-def test_a_state_directory_that_cannot_be_made_costs_only_the_socket(tmp_path: Path) -> None:
+def test_a_socket_that_somebody_removed_is_made_again(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state_dir / "control.sock").unlink()
+    assert eventually(lambda: control.ask(state_dir, "echo", text="a") == "a")
+
+
+def test_a_state_directory_that_cannot_be_made_costs_only_the_socket_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "LISTEN_AGAIN_S", 0.01)
     (tmp_path / "file").write_text("in the way")
     served = ControlServer(tmp_path / "file", HANDLERS)
-    assert not served.start()
-    assert served.trouble() is None
-    served.stop()
+    served.start()
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(served.stop)
+        assert served.trouble() is None
+        (tmp_path / "file").unlink()
+        assert eventually(lambda: control.ask(tmp_path / "file", "echo", text="a") == "a")

@@ -15,7 +15,7 @@ def settings_table() -> str:
     """The table of the README, from the fields themselves."""
     lines = ["| flag | variable | key | default | |", "|---|---|---|---|---|"]
     for field in config.FIELDS:
-        default = "" if field.default is None else f"`{field.default}`"
+        default = f"`{field.shown_default}`" if field.shown_default else ""
         variables = ", ".join(f"`{name}`" for name in field.envs)
         metavar = field.metavar.replace("|", "\\|")
         lines.append(

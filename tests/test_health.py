@@ -15,7 +15,7 @@ LOST = Fault("lost", "the driver says that the GPU is lost")
 
 
 def a_gpu() -> Gpu:
-    (gpu,) = inventory.merge(None, Scan(DriverInfo(), (driver_gpu(0),)), HostFacts()).gpus
+    (gpu,) = inventory.merge(None, Scan(DriverInfo(), (driver_gpu(0),)), HostFacts(), 0.0).gpus
     return gpu
 
 
@@ -66,8 +66,9 @@ def test_a_lost_gpu_is_unhealthy_until_it_answers() -> None:
 
 
 def test_a_gpu_that_the_driver_lists_no_more_is_absent_until_it_answers_again() -> None:
-    absent = health.on_scan(WELL, replace(a_gpu(), present=False), 8.0)
+    absent = health.on_scan(WELL, replace(a_gpu(), gone_since_s=3.0), 8.0)
     assert (absent.health, absent.reason) == (Health.UNHEALTHY, "absent")
+    assert absent.since_s == 3.0, "since it went, which may be before this process"
     listed = health.on_scan(absent, a_gpu(), 9.0)
     assert listed.health is Health.UNHEALTHY, "being listed is not yet an answer"
     assert health.on_reading(listed, Reading(gpu_id(0)), 10.0) == health.healthy(10.0)

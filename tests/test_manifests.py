@@ -33,6 +33,7 @@ def test_the_mounts_are_where_the_defaults_look() -> None:
     settings = config.Settings()
     assert paths == {
         "device-plugins": settings.device_plugin_dir,
+        "pod-resources": str(Path(settings.pod_resources_socket).parent),
         "state": settings.state_dir,
     }
     hosts = {volume["name"]: volume["hostPath"]["path"] for volume in POD["volumes"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from deviceplugin import inventory
 from deviceplugin.memory import Memory, Recall, Remembered
-from deviceplugin.model import DriverInfo, Gpu, HostFacts, NumaPlace, NumaSource, Scan
+from deviceplugin.model import DriverInfo, Gpu, HostFacts, Maintenance, NumaPlace, NumaSource, Scan
 from deviceplugin.stats import Stats
-from tests.builders import driver_gpu, gpu_id
+from tests.builders import SetClock, driver_gpu, gpu_id
 
 STEM = "vendor.example_gpu"
 
@@ -21,7 +22,7 @@ STEM = "vendor.example_gpu"
 def gpus(count: int) -> tuple[Gpu, ...]:
     scan = Scan(DriverInfo(), tuple(driver_gpu(number) for number in range(count)))
     facts = HostFacts({gpu_id(0): NumaPlace(1, NumaSource.DEVICE)})
-    return inventory.merge(None, scan, facts).gpus
+    return inventory.merge(None, scan, facts, 0.0).gpus
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / f"state/inventory.{STEM}.json"
 
 
-def fresh(file: Path, stats: Stats | None = None) -> Memory:
-    return Memory(file.parent, STEM, stats or Stats())
+def fresh(file: Path, stats: Stats | None = None, clock: SetClock | None = None) -> Memory:
+    return Memory(file.parent, STEM, stats or Stats(), clock or SetClock())
 
 
 def test_what_is_saved_is_recalled_by_the_next_process(file: Path) -> None:
@@ -95,10 +96,43 @@ def test_a_folder_that_cannot_be_written_is_a_metric_and_no_error(file: Path) ->
     assert fresh(file).recall().gpus == gpus(1)
 
 
+def since(file: Path, clock: SetClock) -> tuple[float | None, float]:
+    """Since when the first GPU is gone and the second in maintenance."""
+    first, second = fresh(file, clock=clock).recall().gpus
+    assert second.maintenance is not None
+    return first.gone_since_s, second.maintenance.since_s
+
+
+def test_times_are_those_of_the_boot_whatever_happens_to_the_wall_clock(file: Path) -> None:
+    first, second = gpus(2)
+    gone = replace(first, gone_since_s=40.0)
+    withdrawn = replace(second, maintenance=Maintenance("reset", 60.0))
+    clock = SetClock()  # 100 s after the boot, at 1,000,000 s since the epoch
+    fresh(file, clock=clock).save((gone, withdrawn))
+    clock.time_s -= 500_000
+    clock.boottime_s += 5
+    assert since(file, clock) == (40.0, 60.0), "the wall clock was set back"
+    clock.boot, clock.time_s, clock.boottime_s = "boot-2", 1_000_300.0, 20.0
+    assert since(file, clock) == (-340.0, -320.0), "a reboot: as long ago as the wall clock says"
+    clock.boot = ""
+    assert since(file, clock) == (-340.0, -320.0), "a boot that cannot be told is another one"
+
+
+def test_after_a_reboot_the_times_are_written_anew(file: Path) -> None:
+    (gpu,) = gpus(1)
+    clock = SetClock()
+    fresh(file, clock=clock).save((replace(gpu, gone_since_s=40.0),))
+    clock.boot, clock.time_s, clock.boottime_s = "boot-2", 1_000_300.0, 20.0
+    memory = fresh(file, clock=clock)
+    memory.save(memory.recall().gpus)
+    clock.time_s += 86_400  # the next process of this boot must not move them again
+    assert fresh(file, clock=clock).recall().gpus[0].gone_since_s == -340.0
+
+
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_recalled_or_lost(
     data: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("m")
     (folder / f"inventory.{STEM}.json").write_bytes(data)
-    assert Memory(folder, STEM, Stats()).recall().how is Recall.LOST
+    assert Memory(folder, STEM, Stats(), SetClock()).recall().how is Recall.LOST

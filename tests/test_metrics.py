@@ -15,7 +15,7 @@ from deviceplugin import __version__
 from deviceplugin.metrics import Endpoint, SnapshotCollector
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
-from tests.builders import gpu_id, snapshot
+from tests.builders import SetClock, gpu_id, snapshot
 
 RESOURCE = "vendor.example/gpu"
 
@@ -23,14 +23,16 @@ RESOURCE = "vendor.example/gpu"
 class Served:
     def __init__(self, port: int) -> None:
         self.store, self.stats = Store(), Stats()
-        self.sick: list[str] = []
-        self.unready = ["waiting for GPUs", "driver: none"]
+        self.clock = SetClock()
+        self.clock.boottime_s = 110.0  # ten seconds after what builders.snapshot says
+        self.health: tuple[bool, list[str]] = True, []
+        self.readiness = False, ["waiting for GPUs", "driver: none"]
         self.endpoint = Endpoint(
             "127.0.0.1",
             port,
-            SnapshotCollector(self.store, self.stats, RESOURCE),
-            lambda: self.sick,
-            lambda: self.unready,
+            SnapshotCollector(self.store, self.stats, self.clock, RESOURCE),
+            lambda: self.health,
+            lambda: self.readiness,
         )
         self.url = f"http://127.0.0.1:{port}"
 
@@ -90,7 +92,7 @@ def test_devices_are_counted_by_health_and_described_one_by_one(served: Served) 
     assert samples["deviceplugin_device_healthy", tuple(sorted(labels.items()))] == 1
     reason = {"device": gpu_id(1), "gpu": gpu_id(1), "reason": "xid-79", "resource": RESOURCE}
     key = "deviceplugin_device_unhealthy_reason", tuple(sorted(reason.items()))
-    assert samples[key] == 100.0, "since when, in seconds since the epoch"
+    assert samples[key] == 999_990.0, "since when, in seconds since the epoch"
 
 
 def test_a_device_that_recovered_has_no_reason_left(served: Served) -> None:
@@ -113,7 +115,7 @@ def test_counters_and_gauges_have_their_labels(served: Served) -> None:
 
 def test_every_metric_has_a_help_text() -> None:
     registry = CollectorRegistry()
-    registry.register(SnapshotCollector(Store(), Stats(), RESOURCE))
+    registry.register(SnapshotCollector(Store(), Stats(), SetClock(), RESOURCE))
     for family in registry.collect():
         assert family.documentation.endswith(".")
 
@@ -121,9 +123,9 @@ def test_every_metric_has_a_help_text() -> None:
 def test_probes_say_what_is_wrong(served: Served) -> None:
     assert served.get("/healthz") == (200, "ok\n")
     assert served.get("/readyz") == (503, "waiting for GPUs\ndriver: none\n")
-    served.unready = []
-    served.sick = ["the monitor thread is dead"]
-    assert served.get("/readyz") == (200, "ok\n")
+    served.readiness = True, ["nothing to publish"]
+    served.health = False, ["the monitor thread is dead"]
+    assert served.get("/readyz") == (200, "nothing to publish\n")
     assert served.get("/healthz") == (503, "the monitor thread is dead\n")
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deviceplugin import monitor
+from deviceplugin import monitor, wire
+from deviceplugin.checkpoint import Checkpoint
 from deviceplugin.clock import SystemClock
-from deviceplugin.errors import DriverMissing, HardwareError
+from deviceplugin.errors import DriverMissing, HardwareError, Interrupted, ListTooLong
+from deviceplugin.holders import Holders
+from deviceplugin.keeper import Keeper
+from deviceplugin.memory import Memory
 from deviceplugin.model import (
+    Address,
     CallError,
     DriverInfo,
     Fault,
@@ -27,7 +35,8 @@ from deviceplugin.model import (
     UnreadableGpu,
     XidEvent,
 )
-from deviceplugin.monitor import Monitor
+from deviceplugin.monitor import Monitor, Policy
+from deviceplugin.roll import Roll
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 from tests.builders import driver_gpu, gpu_id
@@ -49,12 +58,17 @@ class ScriptedHardware:
         self.events: queue.SimpleQueue[XidEvent | HardwareError | None] = queue.SimpleQueue()
         self.failed: list[CallError] = []
         self.log: list[str] = []
+        self.lets_go = True
 
-    def scan(self) -> Scan:
-        self.log.append("scan")
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
+        self.log.append("scan" if only is None else f"scan {[each.index for each in only]}")
         if isinstance(self.result, HardwareError):
             raise self.result
-        return self.result
+        if only is None:
+            return self.result
+        wanted = {each.pci_bus_id for each in only}
+        gpus = tuple(gpu for gpu in self.result.gpus if gpu.pci_bus_id in wanted)
+        return replace(self.result, gpus=gpus)
 
     def read(self) -> tuple[Reading, ...]:
         self.log.append("read")
@@ -80,11 +94,12 @@ class ScriptedHardware:
     def wake(self) -> None:
         self.events.put(None)
 
-    def abort(self) -> None:
-        self.wake()
+    def interrupt(self) -> None:
+        self.events.put(Interrupted("given up"))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.log.append("close")
+        return self.lets_go
 
 
 class OneNode:
@@ -95,19 +110,25 @@ class OneNode:
 class Watched:
     """A running monitor and what comes out of it."""
 
-    def __init__(self, hardware: ScriptedHardware, poll_interval_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        hardware: ScriptedHardware,
+        poll_interval_s: float = 3600.0,
+        policy: Policy | None = None,
+        roll: Roll | None = None,
+    ) -> None:
         self.hardware = hardware
         self.store, self.stats = Store(), Stats()
         self.publishable = threading.Event()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        clock = SystemClock()
+        keeper = Keeper(OneNode(), self.store, self.stats, clock, roll, self.publishable.set)
         self.monitor = Monitor(
             hardware,
-            OneNode(),
-            self.store,
+            keeper,
             self.stats,
-            SystemClock(),
-            poll_interval_s=poll_interval_s,
-            on_publishable=self.publishable.set,
+            clock,
+            policy or Policy(poll_interval_s),
             on_crash=self.crashes.put,
         )
         self.monitor.start()
@@ -147,8 +168,8 @@ def hardware() -> ScriptedHardware:
 def start(hardware: ScriptedHardware) -> Iterator[Callable[..., Watched]]:
     started: list[Watched] = []
 
-    def begin(poll_interval_s: float = 3600.0) -> Watched:
-        started.append(Watched(hardware, poll_interval_s))
+    def begin(*args: Any, **options: Any) -> Watched:
+        started.append(Watched(hardware, *args, **options))
         return started[-1]
 
     yield begin
@@ -277,7 +298,7 @@ def test_no_gpu_at_all_is_said_and_looked_for_again(
     hardware.result = Scan(DriverInfo("1"), ())
     watched = start()
     found = watched.wait_for(lambda s: s.trouble is not None)
-    assert found.trouble == Fault("driver_failed", "the driver lists no GPU")
+    assert found.trouble == Fault("no_gpu", "the driver lists no GPU")
     assert not watched.publishable.is_set()
     hardware.result = Scan(DriverInfo("1"), (driver_gpu(0),))
     watched.wait_for(lambda s: len(s.devices) == 1)
@@ -327,15 +348,9 @@ def test_a_hung_driver_is_no_reason_to_be_killed() -> None:
             return ()
 
     clock = LateClock()
+    keeper = Keeper(OneNode(), Store(), Stats(), clock, None, lambda: None)
     watching = Monitor(
-        Hung(),
-        OneNode(),
-        Store(),
-        Stats(),
-        clock,
-        poll_interval_s=3600,
-        on_publishable=lambda: None,
-        on_crash=lambda _: None,
+        Hung(), keeper, Stats(), clock, Policy(poll_interval_s=3600), on_crash=lambda _: None
     )
     watching.start()
     assert entered.wait(5)
@@ -345,3 +360,254 @@ def test_a_hung_driver_is_no_reason_to_be_killed() -> None:
     assert not watching.join(0.05), "a hung thread is left behind"
     leave.set()
     assert watching.join(5)
+
+
+# --- maintenance ----------------------------------------------------------------------------
+
+
+def test_a_gpu_in_maintenance_is_withdrawn_let_go_and_left_alone(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start(0.01)
+    watched.publishable.wait(5)
+    hardware.log.clear()
+    done = watched.monitor.maintain(["1"], "swap the riser")
+    assert (done["refused"], done["gpus"], done["let_go"]) == ((), (gpu_id(1),), True)
+    assert hardware.log.index("close") < 3, "the driver is closed before the answer"
+    verdict = watched.store.snapshot.verdicts[gpu_id(1)]
+    assert (verdict.health, verdict.reason) == (Health.UNHEALTHY, "maintenance")
+    assert verdict.detail == "swap the riser"
+    hardware.faults[gpu_id(0)] = LOST
+    watched.wait_reason(0, "lost")
+    assert "scan [0]" in hardware.log
+    assert "scan" not in hardware.log, "from then on only the other GPU is asked for"
+
+
+def test_maintenance_ends_with_a_fresh_look(hardware: ScriptedHardware, start: Start) -> None:
+    watched = start(0.01)
+    hardware.events.put(XidEvent(gpu_id(1), 79))
+    watched.wait_reason(1, "xid-79")
+    watched.monitor.maintain([gpu_id(1)], "reset")
+    watched.wait_reason(1, "maintenance")
+    hardware.log.clear()
+    assert watched.monitor.maintain(["all"], None)["gpus"] == (gpu_id(1),)
+    watched.wait_reason(1, "")
+    assert "scan" in hardware.log
+
+
+def test_a_gpu_that_is_still_bad_after_maintenance_is_not_offered(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start(0.01)
+    watched.publishable.wait(5)
+    watched.monitor.maintain(["all"], "")
+    hardware.faults[gpu_id(1)] = LOST
+    watched.monitor.maintain(["all"], None)
+    watched.wait_reason(1, "lost")
+    watched.wait_reason(0, "")
+
+
+def test_with_every_gpu_in_maintenance_the_driver_is_not_even_opened(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start(0.01)
+    watched.publishable.wait(5)
+    watched.monitor.maintain(["all"], "driver upgrade")
+    hardware.log.clear()
+    assert watched.monitor.maintain(["nope"], "")["refused"], "it is obeyed meanwhile"
+    assert set(hardware.log) == {"close"}
+    assert watched.store.snapshot.trouble is None
+    assert watched.monitor.trouble() is None
+
+
+def test_a_driver_that_fails_can_be_put_into_maintenance(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start()
+    watched.publishable.wait(5)
+    hardware.result = DriverMissing("unloaded")
+    hardware.events.put(HardwareError("unknown"))
+    watched.wait_for(lambda s: s.trouble is not None)
+    assert not watched.monitor.maintain(["all"], "upgrade")["refused"]
+    watched.wait_reason(0, "maintenance")
+    hardware.result = Scan(DriverInfo("2"), (driver_gpu(0), driver_gpu(1)))
+    watched.monitor.maintain(["all"], None)
+    watched.wait_for(lambda s: [d.health for d in s.devices] == [Health.HEALTHY] * 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason", "why"),
+    [
+        (["GPU-x"], "", "GPU-x is no GPU's id, PCI bus id or index"),
+        (["0", "all"], "", "'all' stands alone"),
+        (["0"], None, "0 is not in maintenance"),
+        (["all"], None, "no GPU is in maintenance"),
+        (["-1"], "", "-1 is no GPU's id"),
+    ],
+)
+def test_a_wrong_wish_does_nothing_and_says_why(
+    start: Start, names: list[str], reason: str | None, why: str
+) -> None:
+    watched = start()
+    watched.publishable.wait(5)
+    before = watched.store.snapshot
+    (refused,) = watched.monitor.maintain(names, reason)["refused"]
+    assert refused.startswith(why)
+    assert watched.store.snapshot == before
+
+
+def test_where_no_gpu_is_known_none_can_be_withdrawn(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    hardware.result = DriverMissing("no library")
+    watched = start()
+    watched.wait_for(lambda s: s.trouble is not None)
+    (refused,) = watched.monitor.maintain(["all"], "")["refused"]
+    assert refused == "no GPU is known here, so there is none to withdraw"
+
+
+def test_a_driver_that_cannot_be_let_go_is_said(hardware: ScriptedHardware, start: Start) -> None:
+    watched = start()
+    watched.publishable.wait(5)
+    hardware.lets_go = False
+    assert watched.monitor.maintain(["0"], "")["let_go"] is False
+
+
+def test_a_second_start_keeps_the_time_and_takes_a_new_reason(start: Start) -> None:
+    watched = start()
+    watched.publishable.wait(5)
+    watched.monitor.maintain(["0"], "reset")
+    first = watched.store.snapshot.verdicts[gpu_id(0)]
+    watched.monitor.maintain(["all"], "")
+    assert watched.store.snapshot.verdicts[gpu_id(0)] == first
+    watched.monitor.maintain(["0"], "swap")
+    assert watched.store.snapshot.verdicts[gpu_id(0)] == replace(first, detail="swap")
+
+
+def test_maintenance_survives_a_restart(
+    hardware: ScriptedHardware, start: Start, tmp_path: Path
+) -> None:
+    watched = start(roll=a_roll(tmp_path))
+    watched.publishable.wait(5)
+    assert watched.monitor.maintain(["all"], "reset")["saved"]
+    watched.monitor.stop()
+    assert watched.monitor.join(5)
+    hardware.log.clear()
+    again = start(roll=a_roll(tmp_path))
+    assert again.publishable.wait(5)
+    assert {v.detail for v in again.store.snapshot.verdicts.values()} == {"reset"}
+    assert "scan" not in hardware.log
+    again.monitor.maintain(["all"], None)
+    again.wait_reason(0, "")
+
+
+def a_roll(directory: Path) -> Roll:
+    resource, clock = "vendor.example/gpu", SystemClock()
+    holders = Holders(Checkpoint(directory, resource), directory / "pods.sock", resource)
+    return Roll(Memory(directory, "stem", Stats(), clock), holders, clock)
+
+
+# --- monitoring that is lost -------------------------------------------------------------------
+
+
+def break_down(hardware: ScriptedHardware) -> None:
+    hardware.result = DriverMissing("unloaded")
+    hardware.events.put(HardwareError("unknown"))
+
+
+def test_monitoring_that_is_lost_is_said_and_withdraws_nothing(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start(policy=Policy(3600, lost_after_s=0.05))
+    watched.publishable.wait(5)
+    assert watched.stats.gauges("monitoring_lost") == {(): 0}
+    break_down(hardware)
+    until(lambda: watched.stats.gauges("monitoring_lost") == {(): 1})
+    assert [d.health for d in watched.store.snapshot.devices] == [Health.HEALTHY] * 2
+    hardware.result = Scan(DriverInfo("1"), (driver_gpu(0), driver_gpu(1)))
+    until(lambda: watched.stats.gauges("monitoring_lost") == {(): 0})
+
+
+def test_monitoring_that_is_lost_withdraws_the_gpus_if_that_is_wanted(
+    hardware: ScriptedHardware, start: Start
+) -> None:
+    watched = start(policy=Policy(3600, lost_after_s=0.05, lost_is_unhealthy=True))
+    hardware.events.put(XidEvent(gpu_id(1), 79))
+    watched.wait_reason(1, "xid-79")
+    break_down(hardware)
+    watched.wait_reason(0, "monitoring-lost")
+    assert watched.store.snapshot.verdicts[gpu_id(1)].reason == "xid-79", "the first reason stays"
+    hardware.result = Scan(DriverInfo("1"), (driver_gpu(0), driver_gpu(1)))
+    watched.wait_reason(0, "")
+    assert watched.store.snapshot.verdicts[gpu_id(1)].reason == "xid-79", "this ends no Xid"
+
+
+def test_a_policy_can_be_replaced(hardware: ScriptedHardware, start: Start) -> None:
+    watched = start(3600)
+    watched.publishable.wait(5)
+    hardware.faults[gpu_id(0)] = LOST
+    watched.monitor.policy = Policy(0.01)
+    watched.wait_reason(0, "lost")
+    hardware.faults.clear()
+    watched.wait_reason(0, "")
+
+
+def until(good: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not good():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+# --- what is remembered, and what does not fit ----------------------------------------------------
+
+
+def test_what_is_remembered_is_listed_as_absent_while_the_driver_is_away(
+    hardware: ScriptedHardware, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "BACK_OFF_FIRST_S", 0.2)
+    first = start(roll=a_roll(tmp_path))
+    first.publishable.wait(5)
+    first.monitor.stop()
+    assert first.monitor.join(5)
+    hardware.result = DriverMissing("no library")
+    again = start(roll=a_roll(tmp_path))
+    assert again.publishable.wait(5), "a node that had GPUs has something to publish"
+    found = again.store.snapshot
+    assert {v.reason for v in found.verdicts.values()} == {"absent"}
+    assert {v.detail for v in found.verdicts.values()} == {"not seen yet: no library"}
+    assert found.trouble == Fault("driver_missing", "no library")
+    hardware.result = Scan(DriverInfo("1"), (driver_gpu(0), driver_gpu(1)))
+    again.wait_reason(0, "")
+
+
+def test_a_first_list_that_the_kubelet_would_refuse_ends_all(
+    hardware: ScriptedHardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MESSAGE_MAX_BYTES", 100)
+    watched = Watched(hardware)
+    error = watched.crashes.get(timeout=5)
+    assert isinstance(error, ListTooLong)
+    assert "the kubelet takes at most 100" in str(error)
+    assert watched.monitor.join(5)
+
+
+def test_a_later_list_that_the_kubelet_would_refuse_leaves_the_one_before(
+    hardware: ScriptedHardware, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "RESCAN_S", 0.02)
+    watched = start(0.01)
+    watched.publishable.wait(5)
+    found = watched.store.snapshot
+    assert found.inventory is not None
+    longest = wire.longest_list_bytes(found.devices)
+    monkeypatch.setattr(wire, "MESSAGE_MAX_BYTES", longest)
+    three = tuple(driver_gpu(number) for number in range(3))
+    hardware.result = Scan(DriverInfo("1"), three)
+    until(lambda: watched.stats.counts("oversized_lists").get((), 0) > 1)
+    assert len(watched.store.snapshot.devices) == 2
+    hardware.events.put(XidEvent(gpu_id(0), 79))
+    hardware.events.put(XidEvent(gpu_id(1), 79))
+    watched.wait_reason(1, "xid-79")
+    listed = wire.device_list(watched.store.snapshot.devices)
+    assert listed.ByteSize() == longest, "it fits whatever becomes of the GPUs' health"

@@ -23,6 +23,7 @@ import pytest
 from deviceplugin.errors import DriverMismatch, DriverMissing, HardwareError
 from deviceplugin.hardware.nvml.calls import bus_id
 from deviceplugin.model import (
+    Address,
     CallError,
     DriverGpu,
     DriverInfo,
@@ -43,6 +44,7 @@ UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
 NO_PERMISSION: Final = 4
+NOT_FOUND: Final = 6
 DRIVER_NOT_LOADED: Final = 9
 TIMEOUT: Final = 10
 LIBRARY_NOT_FOUND: Final = 12
@@ -82,6 +84,7 @@ FUNCTIONS: Final = {
     "nvmlSystemGetCudaDriverVersion_v2": "nvmlSystemGetCudaDriverVersion_v2",
     "nvmlDeviceGetCount_v2": "nvmlDeviceGetCount",
     "nvmlDeviceGetHandleByIndex_v2": "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetHandleByPciBusId_v2": "nvmlDeviceGetHandleByPciBusId",
     "nvmlDeviceGetUUID": "nvmlDeviceGetUUID",
     "nvmlDeviceGetMinorNumber": "nvmlDeviceGetMinorNumber",
     "nvmlDeviceGetName": "nvmlDeviceGetName",
@@ -103,6 +106,8 @@ FUNCTIONS: Final = {
 
 OF_THE_WHOLE: Final = {"nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlEventSetWait_v2"}
 """Functions without which there is nothing to serve, whatever they answer."""
+
+GPU_1: Final = Address(1, "0000:02:00.0")
 
 AT_THE_END: Final = {"nvmlEventSetFree", "nvmlShutdown"}
 
@@ -516,6 +521,7 @@ def everything(node: FakeNode, door: Door) -> type[HardwareError] | None:
     node.xid(0, 13)
     try:
         assert [gpu.index for gpu in door.scan().gpus] in ([0, 1, 2], [])
+        assert [gpu.index for gpu in door.scan((GPU_1,)).gpus] in ([1], [])
         door.read()
         door.wait(0.001)
     except HardwareError as error:
@@ -559,6 +565,8 @@ def test_whatever_a_function_answers_is_a_fact_less_or_a_driver_that_cannot_be_u
             usual.add(INVALID_ARGUMENT)  # there are no more links
         if function == "nvmlEventSetWait_v2":
             usual.add(TIMEOUT)
+        if function == "nvmlDeviceGetHandleByPciBusId_v2":
+            usual.add(NOT_FOUND)
         assert counted is (code not in usual), name
     node.clear_faults()
     assert door.scan() == TRIANGLE, "nothing of all that lasts"
@@ -1038,13 +1046,36 @@ def test_what_is_opened_is_given_back(node: FakeNode, open_door: Open) -> None:
     ] == [3] * 4
 
 
+def test_what_is_to_be_left_alone_is_not_touched(node: FakeNode, open_door: Open) -> None:
+    door = open_door(node)
+    whole = door.scan()
+    assert door.close()
+    node.forget_calls()
+    only = tuple(Address(gpu.index, str(gpu.pci_bus_id)) for gpu in whole.gpus if gpu.index != 1)
+    scan = door.scan(only)
+    assert scan.gpus == (whole.gpus[0], whole.gpus[2])
+    assert scan.links == (link(0, 2, PcieLevel.PHB, 1),)
+    assert [reading.gpu for reading in door.read()] == [gpu.id for gpu in scan.gpus]
+    node.xid(2, 79)
+    assert door.wait(10) == (XidEvent(whole.gpus[2].id, 79),)
+    assert not [call for call in node.calls() if call.endswith(" 1")]
+    assert door.close()
+
+
+def test_a_gpu_that_is_not_where_it_was_is_not_listed(node: FakeNode, open_door: Open) -> None:
+    door = open_door(node)
+    gone = Address(1, "0000:99:00.0")
+    assert door.scan((gone,)) == replace(TRIANGLE, gpus=(), links=())
+    assert door.errors() == ()
+
+
 def test_a_session_that_cannot_be_ended_is_used_again_and_ended_later(
     node: FakeNode, open_door: Open
 ) -> None:
     door = open_door(node)
     door.scan()
     node.fail("nvmlShutdown", UNKNOWN, count=1)
-    door.close()
+    assert not door.close(), "and it is said"
     assert door.errors() == (CallError("nvmlShutdown", "unknown"),)
     assert door.scan() == TRIANGLE
     node.xid(1, 45)

@@ -10,11 +10,12 @@ import pytest
 
 from deviceplugin import inventory
 from deviceplugin.checkpoint import Checkpoint
+from deviceplugin.holders import Holders
 from deviceplugin.memory import Memory
-from deviceplugin.model import DriverInfo, HostFacts, Inventory, Scan
+from deviceplugin.model import DriverInfo, HostFacts, Inventory, Maintenance, Scan
 from deviceplugin.roll import Roll
 from deviceplugin.stats import Stats
-from tests.builders import driver_gpu, gpu_id
+from tests.builders import SetClock, driver_gpu, gpu_id
 
 R = "vendor.example/gpu"
 STEM = "vendor.example_gpu"
@@ -28,7 +29,9 @@ class Place:
         self.checkpoint = directory / "kubelet_internal_checkpoint"
 
     def roll(self) -> Roll:
-        return Roll(Memory(self.directory, STEM, Stats()), Checkpoint(self.directory, R))
+        clock = SetClock()
+        holders = Holders(Checkpoint(self.directory, R), self.directory / "pods.sock", R)
+        return Roll(Memory(self.directory, STEM, Stats(), clock), holders, clock)
 
     def kubelet_says(self, held: dict[str, list[str]], registered: tuple[str, ...] = ()) -> None:
         """Who holds what: pod uid to device ids."""
@@ -49,7 +52,7 @@ def place(tmp_path: Path) -> Place:
 def merged(known: Inventory | None, *numbers: int) -> Inventory:
     """After a scan that found these GPUs."""
     scan = Scan(DriverInfo(), tuple(driver_gpu(number) for number in numbers))
-    return inventory.merge(known, scan, HostFacts())
+    return inventory.merge(known, scan, HostFacts(), 0.0)
 
 
 def presence(found: Inventory | None) -> dict[str, bool]:
@@ -132,4 +135,20 @@ def test_only_an_absent_device_that_no_pod_holds_can_be_forgotten(place: Place) 
     )
     assert "is not listed here" in (roll.why_not_forget(found, "GPU-x") or "")
     place.checkpoint.write_text("{ half")
-    assert "cannot be read" in (roll.why_not_forget(found, gpu_id(1)) or "")
+    assert "does not say what pods hold" in (roll.why_not_forget(found, gpu_id(1)) or "")
+
+
+def test_one_in_maintenance_cannot_be_forgotten_before_it_was_looked_at(place: Place) -> None:
+    place.roll().save(merged(None, 0))
+    roll = place.roll()
+    recalled = roll.recall()
+    assert recalled is not None
+    withdrawn = inventory.maintain(recalled, [gpu_id(0)], Maintenance("", 0.0))
+    assert "end that first" in (roll.why_not_forget(withdrawn, gpu_id(0)) or "")
+
+
+def test_of_what_the_kubelet_last_knew_only_whole_gpus_stay_without_a_pod(place: Place) -> None:
+    (place.directory / f"inventory.{STEM}.json").write_text("damaged")
+    ids = (gpu_id(0), "MIG-1", f"{gpu_id(1)}::0", "MIG-held")
+    place.kubelet_says({"pod-1": ["MIG-held"]}, registered=ids)
+    assert presence(place.roll().recall()) == {gpu_id(0): False, "MIG-held": False}

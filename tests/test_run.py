@@ -184,7 +184,8 @@ def test_gpus_that_come_late_are_found(node: Node, fake_library: Path) -> None:
     machine = Machine(node.directory, fake_library, FakeNode(node.directory / "nvml"))
     node.kubelet.start()
     daemon = machine.start(node)
-    daemon.wait_ready("the driver lists no GPU")
+    daemon.wait_ready()
+    assert daemon.get("/readyz") == (200, "nothing to publish: the driver lists no GPU\n")
     machine.gpus.put(0, fakenvml.FakeGpu("GPU-late", "00000000:1B:00.0"))
     node.wait_allocatable(1)
 
@@ -192,7 +193,16 @@ def test_gpus_that_come_late_are_found(node: Node, fake_library: Path) -> None:
 def test_no_driver_at_all_is_said_and_waited_for(node: Node) -> None:
     node.kubelet.start()
     (node.directory / "nothing").mkdir()
-    daemon = node.start("--driver-root", str(node.directory / "nothing"))
+    root = ("--driver-root", str(node.directory / "nothing"))
+    daemon = node.start(*root)
+    answer = daemon.wait_ready()
+    assert answer.startswith("nothing to publish: no libnvidia-ml.so.1 below")
+    status = command("status", "--state-dir", str(node.directory / "state")).stdout
+    assert status.startswith(f"{RESOURCE}: idle, pid ")
+    assert daemon.get("/healthz") == (200, "ok\n")
+    assert node.kubelet.register_calls == 0
+    assert daemon.stop() == 0
+    daemon = node.start(*root, "--require-gpu")
     answer = daemon.wait_ready("no libnvidia-ml.so.1 below")
     assert answer.startswith(f"{RESOURCE}: waiting for GPUs\n")
     assert daemon.get("/healthz") == (200, "ok\n")
@@ -487,6 +497,227 @@ def test_a_missing_gpu_that_returns_is_offered_again(node: Node, machine: Machin
     node.wait_allocatable(8)
 
 
+# --- maintenance, and a driver that is away -----------------------------------------------------
+
+
+def test_maintenance_withdraws_a_gpu_lets_go_of_it_and_survives_a_restart(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    holder = pod("holds-one", 1)
+    assert node.kubelet.admit(holder).grants[0].devices == (machine.id(0),)
+    state = ("--state-dir", str(node.directory / "state"))
+    pods = ("--pod-resources-socket", str(node.directory / "pods/kubelet.sock"))
+    daemon.stop()
+    daemon = machine.start(node, *pods)
+    node.wait_allocatable(8)
+    (child,) = psutil.Process(daemon.process.pid).children()
+    done = command("maintenance", "start", "0", machine.id(5), "--reason", "new riser", *state)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{machine.id(0)} is withdrawn; pod default/holds-one holds it and runs on",
+        f"{machine.id(5)} is withdrawn",
+    ]
+    assert not child.is_running(), "the process that had them open is gone"
+    node.wait_allocatable(6)
+    assert node.kubelet.capacity(RESOURCE) == 8
+    assert node.kubelet.crashes == []
+    assert f'gpu="{machine.id(5)}",reason="maintenance"' in daemon.get("/metrics")[1]
+    machine.gpus.forget_calls()
+    machine.gpus.await_call("nvmlEventSetWait_v2")
+    machine.gpus.xid(5, 79)
+    machine.gpus.xid(1, 79)
+    node.wait_allocatable(5)
+    assert not [call for call in machine.gpus.calls() if call.endswith((" 0", " 5"))]
+    daemon.stop(signal.SIGKILL)
+    machine.gpus.forget_calls()
+    daemon = machine.start(node, *pods)
+    node.wait_allocatable(6)
+    assert daemon.event("maintenance goes on", gpu=machine.id(5), reason="new riser")
+    assert not [call for call in machine.gpus.calls() if call.endswith((" 0", " 5"))]
+    ended = command("maintenance", "end", "all", *state)
+    assert ended.stdout.splitlines() == [
+        f"{machine.id(number)} is looked at again" for number in (0, 5)
+    ]
+    node.wait_allocatable(8)
+
+
+def test_with_all_gpus_in_maintenance_no_process_has_the_driver(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    state = ("--state-dir", str(node.directory / "state"))
+    machine.gpus.hang("nvmlDeviceGetMemoryInfo")
+    machine.gpus.await_call("nvmlDeviceGetMemoryInfo 0", count=2)
+    done = command("maintenance", "start", "all", *state)
+    assert (done.returncode, done.stdout.count("is withdrawn\n")) == (0, 8), done.stderr
+    assert psutil.Process(daemon.process.pid).children() == []
+    node.wait_allocatable(0)
+    daemon.wait_ready()
+    machine.gpus.clear_faults()
+    machine.gpus.remove(7)
+    assert command("maintenance", "end", "0000:1b:00.0", *state).returncode == 0
+    node.wait_allocatable(1)
+    assert command("maintenance", "end", "all", *state).returncode == 0
+    node.wait_allocatable(7)
+    assert node.kubelet.capacity(RESOURCE) == 8, "the one that was taken out is missed"
+
+
+def test_a_wrong_maintenance_does_nothing_and_says_why(node: Node, registered: Daemon) -> None:
+    state = ("--state-dir", str(node.directory / "state"))
+    for arguments, text in [
+        (("start", "8"), "8 is no GPU's id, PCI bus id or index"),
+        (("start", "all", "0"), "'all' stands alone"),
+        (("end", "0"), "0 is not in maintenance"),
+        (("end", "all"), "no GPU is in maintenance"),
+    ]:
+        done = command("maintenance", *arguments, *state)
+        assert (done.returncode, text in done.stderr) == (1, True), done.stderr
+    for usage in (("start",), (), ("pause", "all")):
+        assert command("maintenance", *usage, *state).returncode == 2
+    assert node.kubelet.allocatable(RESOURCE) == 8
+
+
+def test_gpus_known_from_before_are_missed_while_the_driver_is_away(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node)
+    node.wait_allocatable(8)
+    assert node.kubelet.admit(pod("holds-two", 2)).admitted
+    daemon.stop()
+    machine.gpus.mismatch()
+    daemon = machine.start(node)
+    node.wait_for(lambda: node.kubelet.capacity(RESOURCE) == 8)
+    daemon.wait_ready()
+    assert node.kubelet.allocatable(RESOURCE) == 0
+    assert node.kubelet.crashes == []
+    assert f'gpu="{machine.id(0)}",reason="absent"' in daemon.get("/metrics")[1]
+    machine.gpus.mismatch(False)
+    node.wait_allocatable(8)
+
+
+def test_monitoring_that_is_lost_is_told_and_withdraws_only_if_wanted(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = machine.start(node, "--monitoring-lost-after", "0.1")
+    node.wait_allocatable(8)
+    machine.gpus.fail("nvmlEventSetWait_v2", code=999)
+    event = daemon.event("monitoring lost: nothing is heard of the GPUs")
+    assert event["offered"] is True
+    assert "deviceplugin_monitoring_lost 1.0" in daemon.get("/metrics")[1]
+    assert node.kubelet.allocatable(RESOURCE) == 8
+    daemon.wait_ready()
+    daemon.stop()
+    machine.start(node, "--monitoring-lost-after", "0.1", "--on-monitoring-lost", "unhealthy")
+    node.wait_allocatable(0)
+    machine.gpus.clear_faults()
+    node.wait_allocatable(8)
+
+
+# --- settings that change ---------------------------------------------------------------------
+
+
+def test_settings_change_while_it_runs(node: Node) -> None:
+    node.kubelet.start()
+    file = node.directory / "c.yaml"
+
+    def write(text: str) -> None:
+        new = node.directory / "c.new"
+        new.write_text(f"version: v1\nsimulate: h100x8\n{text}\n")
+        new.replace(file)
+
+    write("")
+    daemon = node.start("--config", str(file))
+    node.wait_allocatable(8)
+    write("pollIntervalS: 0.5")
+    daemon.event("settings read again", changed="poll_interval_s")
+    assert node.kubelet.register_calls == 1, "such a change disturbs nobody"
+    write("resourceName: nonsense")
+    daemon.event("new settings are wrong, going on with those before")
+    assert "deviceplugin_config_refused 1.0" in daemon.get("/metrics")[1]
+    assert node.kubelet.allocatable(RESOURCE) == 8
+    write("simulate: nope")
+    write("resourceName: vendor.example/other")
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.event("starting anew with the new settings")
+    other = "vendor.example/other"
+    assert node.kubelet.wait_allocatable(other, 8, 20)
+    node.wait_for(lambda: not node.kubelet.allocatable(RESOURCE))
+    assert daemon.stop() == 0
+    assert node.sockets() == []
+
+
+def test_new_settings_that_cannot_be_used_leave_those_before(node: Node) -> None:
+    node.kubelet.start()
+    file = node.directory / "c.yaml"
+    file.write_text("version: v1\nsimulate: l4x1\n")
+    daemon = node.start("--config", str(file))
+    node.wait_allocatable(1)
+    file.write_text("version: v1\nsimulate: l4x1\nsimulateControl: /nope/x\n")
+    event = daemon.event("new settings cannot be used, taking those before")
+    assert "/nope/x cannot be made" in event["why"]
+    daemon.event("registered", count=2)
+    node.wait_allocatable(1)
+    file.write_text("version: v1\nsimulate: h100x8\n")
+    node.wait_allocatable(8)
+    assert daemon.stop() == 0
+
+
+def test_a_hangup_without_a_file_changes_nothing(node: Node, registered: Daemon) -> None:
+    registered.process.send_signal(signal.SIGHUP)
+    registered.event("settings read again", changed="nothing")
+    assert node.kubelet.register_calls == 1
+    assert registered.stop() == 0
+
+
+# --- start and stop, continued ----------------------------------------------------------------
+
+
+def test_a_list_that_the_kubelet_would_refuse_is_exit_code_2(node: Node) -> None:
+    node.kubelet.start()
+    held = {"PodUID": "a", "ContainerName": "c", "ResourceName": RESOURCE}
+    ids = [f"MIG-{number:060d}" for number in range(60_000)]
+    data = {"PodDeviceEntries": [{**held, "DeviceIDs": {"-1": ids}}], "RegisteredDevices": {}}
+    checkpoint = node.kubelet.directory / "kubelet_internal_checkpoint"
+    checkpoint.write_text(json.dumps({"Data": data, "Checksum": 1}))
+    daemon = node.start(*H100X8)
+    event = daemon.event("stopping: nothing can be published")
+    assert "the kubelet takes at most 4194304" in event["why"]
+    assert daemon.process.wait(20) == 2
+    assert node.kubelet.register_calls == 0
+
+
+def test_the_metrics_port_is_free_again_at_once(node: Node) -> None:
+    node.kubelet.start()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    for _ in range(2):
+        daemon = node.start(*H100X8, "--metrics-address", address)
+        assert daemon.get("/healthz") == (200, "ok\n")
+        daemon.stop()
+        assert "Address already in use" not in str(daemon.events)
+
+
+def test_simulated_gpus_are_no_part_of_what_the_real_node_is_known_to_have(
+    node: Node, machine: Machine
+) -> None:
+    node.kubelet.start()
+    daemon = node.start(*H100X8)
+    node.wait_allocatable(8)
+    daemon.stop()
+    machine.gpus.remove(7)
+    machine.start(node)
+    node.wait_allocatable(7)
+    assert node.kubelet.capacity(RESOURCE) == 7
+
+
 def test_it_runs_without_any_standard_file(node: Node) -> None:
     node.kubelet.start()
     run = f"{sys.executable} -m deviceplugin run --simulate l4x1 --metrics-address ''"
@@ -515,6 +746,15 @@ def test_a_second_plugin_waits_says_for_whom_and_takes_over(node: Node, register
     second.wait_ready()
     node.wait_allocatable(8)
     assert len(node.sockets()) == 1
+
+
+def test_a_second_plugin_that_takes_over_can_be_asked(node: Node, registered: Daemon) -> None:
+    second = node.start(*H100X8)
+    second.event("no control socket: 'deviceplugin status' will not work")
+    registered.stop()
+    second.event("control socket is there now")
+    status = command("status", "--json", "--state-dir", str(node.directory / "state"))
+    assert json.loads(status.stdout)["pid"] == second.process.pid
 
 
 def test_a_taken_metrics_port_and_an_unusable_state_directory_cost_only_themselves(

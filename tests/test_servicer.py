@@ -7,7 +7,6 @@ import queue
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from api.v1beta1 import api_pb2 as pb
 from api.v1beta1.api_pb2_grpc import DevicePluginStub
 from deviceplugin import server
 from deviceplugin.errors import ServeError
-from deviceplugin.model import DeviceId
 from deviceplugin.servicer import MAX_STREAMS, Servicer
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
@@ -201,19 +199,6 @@ def test_a_preference_that_cannot_be_is_invalid(plugin: Plugin) -> None:
 def test_pre_start_is_answered_although_nobody_should_ask(plugin: Plugin) -> None:
     request = pb.PreStartContainerRequest(devices_ids=[gpu_id(0)])
     assert plugin.stub.PreStartContainer(request, timeout=5) == pb.PreStartContainerResponse()
-
-
-def test_a_list_that_the_kubelet_would_refuse_is_not_sent(plugin: Plugin) -> None:
-    stream = plugin.stub.ListAndWatch(pb.Empty(), timeout=20)
-    next(stream)
-    one = snapshot([0])
-    many = tuple(replace(one.devices[0], id=DeviceId(f"{n:060d}")) for n in range(70_000))
-    plugin.store.publish(replace(one, devices=many))
-    while not plugin.stats.counts("oversized_lists"):
-        time.sleep(0.01)  # the test's time limit ends this
-    plugin.store.publish(one)
-    assert health_of(next(stream)) == ["Healthy"], "the next good one is"
-    stream.cancel()
 
 
 def test_a_fault_of_ours_is_answered_as_such(plugin: Plugin) -> None:

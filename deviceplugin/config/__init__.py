@@ -115,7 +115,9 @@ def load(
     return Loaded(Settings(**values), origins, tuple(_unknown_variables(env)))
 
 
-def _from_text(field: Field, text: str) -> str | float | None:
+def _from_text(field: Field, text: str) -> str | float | bool | None:
+    if isinstance(field.default, bool):
+        return {"true": True, "false": False}.get(text.lower(), text)
     if isinstance(field.default, float):
         try:
             return float(text)

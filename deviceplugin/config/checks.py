@@ -60,6 +60,10 @@ def check(field: Field, value: Any) -> Iterable[str]:
     """What is wrong with one value, as sentences."""
     if value is None:
         return
+    if isinstance(field.default, bool):
+        if not isinstance(value, bool):
+            yield f"{value!r} is neither true nor false"
+        return
     if isinstance(field.default, float):
         if not isinstance(value, int | float) or isinstance(value, bool):
             yield f"{value!r} is not a number of seconds"

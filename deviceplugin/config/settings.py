@@ -18,6 +18,7 @@ UNIX_PATH_MAX_BYTES = 107
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+MonitoringLost = Literal["report", "unhealthy"]
 
 
 class Settings(
@@ -99,6 +100,25 @@ class Settings(
             extra={"metavar": "SECONDS"},
         ),
     ] = 5.0
+    monitoring_lost_after_s: Annotated[
+        float,
+        Meta(
+            description="seconds without an answer of the driver after which monitoring counts as"
+            " lost (0.1 to 3600)",
+            extra={"metavar": "SECONDS"},
+        ),
+    ] = 120.0
+    on_monitoring_lost: Annotated[
+        MonitoringLost,
+        Meta(
+            description="what follows: report it and go on offering the GPUs, or turn them"
+            " unhealthy until the driver answers"
+        ),
+    ] = "report"
+    require_gpu: Annotated[
+        bool,
+        Meta(description="not ready while there is no driver or no GPU; else a node without is"),
+    ] = False
     log_format: Annotated[
         LogFormat | None,
         Meta(description="text or json; unset: text on a terminal, json otherwise"),
@@ -126,7 +146,8 @@ class Field:
     """One setting's names and texts, for flags, help and docs.
 
     Attributes:
-        choices: the only values allowed; () when any is.
+        choices: the only values allowed; () when any is. A switch has none: its
+            default is a bool.
     """
 
     name: str
@@ -136,7 +157,14 @@ class Field:
     metavar: str
     description: str
     choices: tuple[str, ...]
-    default: str | float | None
+    default: str | float | bool | None
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the file would say it; "" when there is none."""
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return "" if self.default is None else str(self.default)
 
 
 _OTHER_VARIABLES = {"node_name": ("NODE_NAME",), "pod_name": ("POD_NAME",)}
@@ -157,7 +185,7 @@ def _fields() -> Iterator[Field]:
             key=field.encode_name,
             flag="--" + stem.replace("_", "-"),
             envs=(env, *_OTHER_VARIABLES.get(field.name, ())),
-            metavar=(meta.extra or {}).get("metavar", "|".join(choices)),
+            metavar=(meta.extra or {}).get("metavar", "|".join(choices or ("true", "false"))),
             description=meta.description,
             choices=choices,
             default=field.default,

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from deviceplugin.model import CallError, HostFacts, Reading, Scan, XidEvent
+from deviceplugin.model import Address, CallError, HostFacts, Reading, Scan, XidEvent
 
 
 class Hardware(Protocol):
-    """A GPU driver. One thread uses it; ``wake`` and ``abort`` come from others.
+    """A GPU driver. One thread uses it; ``wake`` and ``interrupt`` come from others.
 
     Every method may raise ``HardwareError``: the driver as a whole cannot be
     used. The caller then calls ``close`` and, later, ``scan``. A single GPU
     that fails is no error: it is described by a ``Fault`` in the answer.
     """
 
-    def scan(self) -> Scan:
-        """Open the driver if it is not open, and describe every GPU."""
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
+        """Open the driver if it is not open, and describe every GPU.
+
+        Args:
+            only: describe, and open, these alone: whatever else there is may be in
+                an operator's hands, who needs it untouched. After a wider scan
+                ``close`` has to come first to let go of the others.
+        """
 
     def read(self) -> tuple[Reading, ...]:
         """Poll the GPUs of the last scan."""
@@ -38,15 +44,20 @@ class Hardware(Protocol):
         """End a ``wait`` in progress, or the next one, early, where that is possible.
         Never raises."""
 
-    def abort(self) -> None:
-        """End whatever call is in progress, for good, where that is possible: only
-        ``close`` may follow. Never raises."""
+    def interrupt(self) -> None:
+        """Make the call in progress, or the next one, raise ``Interrupted``, where that
+        is possible; then only ``close`` may follow. Never raises."""
 
     def errors(self) -> tuple[CallError, ...]:
         """The driver calls that failed since this was asked last. Never raises."""
 
-    def close(self) -> None:
-        """Let go of the driver. Never raises; a second call does nothing."""
+    def close(self) -> bool:
+        """Let go of the driver. Never raises; a second call does nothing.
+
+        Returns:
+            Whether nothing of ours is open any more. It is not where a call
+            hangs that nothing can end.
+        """
 
 
 class Host(Protocol):

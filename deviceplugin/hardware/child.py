@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from deviceplugin import errors
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware import messages
-from deviceplugin.model import CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
 
 SCAN_TIMEOUT_S = 60.0
 """Opening the driver takes seconds for each GPU where no persistence daemon runs."""
@@ -36,7 +37,7 @@ CLOSE_TIMEOUT_S = 0.4
 
 
 class ChildHardware:
-    """Used by one thread; ``wake`` and ``abort`` may come from any."""
+    """Used by one thread; ``wake`` and ``interrupt`` may come from any."""
 
     def __init__(
         self,
@@ -57,14 +58,14 @@ class ChildHardware:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # as long as we live
         self._hung = False
         self._woken = False
-        self._aborted = False
+        self._interrupted = threading.Event()
 
     # --- Hardware -------------------------------------------------------------------
 
-    def scan(self) -> Scan:
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
         if self._process is None:
             self.start()
-        answer = self._ask(messages.DoScan(), self._scan_timeout_s)
+        answer = self._ask(messages.DoScan(only), self._scan_timeout_s)
         if not isinstance(answer, messages.Scanned):
             raise self._nonsense(answer)
         return answer.scan
@@ -95,11 +96,13 @@ class ChildHardware:
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
 
-    def abort(self) -> None:
-        self._aborted = True
+    def interrupt(self) -> None:
+        self._interrupted.set()
         self.wake()
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        self._interrupted.clear()
+        self._woken = False
         process, connection = self._process, self._connection
         self._process = self._connection = None
         self._inbox.clear()
@@ -107,13 +110,12 @@ class ChildHardware:
         self._abandoned = [left for left in self._abandoned if left.poll() is None]
         if connection is not None:
             connection.close()  # tells the child to end
-        if process is None:
-            return
-        if self._hung or not _ended(process, CLOSE_TIMEOUT_S):
+        if process is not None and (self._hung or not _ended(process, CLOSE_TIMEOUT_S)):
             process.kill()
             if not _ended(process, 0.1):
                 self._abandoned.append(process)
         self._hung = False
+        return not self._abandoned
 
     # --- the child --------------------------------------------------------------------
 
@@ -156,8 +158,6 @@ class ChildHardware:
             while True:
                 message = self._receive(deadline_s - time.monotonic())
                 if message is None:
-                    if self._aborted:
-                        raise HardwareError("given up")
                     if time.monotonic() < deadline_s:
                         self._woken = True
                         continue
@@ -174,10 +174,11 @@ class ChildHardware:
         except OSError as error:
             raise self._gone() from error
         finally:
-            self._inbox.extend(news)
+            self._inbox.extendleft(reversed(news))  # before what came after them
 
     def _receive(self, timeout_s: float) -> messages.Message | None:
         """The next message; None when there is none in time, or after ``wake``."""
+        self._check()
         if self._inbox:
             return self._inbox.popleft()
         if self._connection is None:
@@ -191,11 +192,16 @@ class ChildHardware:
                 sources = {key.fileobj for key, _ in ready}
                 if self._wake in sources:
                     os.eventfd_read(self._wake)
+                    self._check()
                     return None
                 if not sources:
                     return None
                 self._take(self._connection)
         return self._inbox.popleft()
+
+    def _check(self) -> None:
+        if self._interrupted.is_set():
+            raise errors.Interrupted("given up")
 
     def _take(self, connection: socket.socket) -> None:
         try:

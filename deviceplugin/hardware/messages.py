@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from deviceplugin.model import CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
 
 LENGTH_BYTES = 4
 MESSAGE_MAX_BYTES = 16 * 1024 * 1024
@@ -20,6 +20,8 @@ MESSAGE_MAX_BYTES = 16 * 1024 * 1024
 
 class DoScan(msgspec.Struct, frozen=True, tag=True):
     """Answered by Scanned or Failed."""
+
+    only: tuple[Address, ...] | None = None
 
 
 class DoRead(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +50,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     call: str
     driver_code: int | None
     errors: tuple[CallError, ...] = ()
-    asked: bool = True
 
 
 class News(msgspec.Struct, frozen=True, tag=True):

@@ -50,12 +50,12 @@ def _answer(connection: socket.socket, hardware: Hardware, request: messages.Req
     try:
         answer: messages.Message
         match request:
-            case messages.DoScan():
-                answer = messages.Scanned(hardware.scan(), hardware.errors())
+            case messages.DoScan(only=only):
+                answer = messages.Scanned(hardware.scan(only), hardware.errors())
             case messages.DoRead():
                 answer = messages.Read(hardware.read(), hardware.errors())
     except HardwareError as error:
-        messages.send(connection, _failed(hardware, error, asked=True))
+        messages.send(connection, _failed(hardware, error))
         return False
     messages.send(connection, answer)
     return True
@@ -66,7 +66,7 @@ def _wait(connection: socket.socket, hardware: Hardware) -> bool:
     try:
         events = hardware.wait(WAIT_S)
     except HardwareError as error:
-        messages.send(connection, _failed(hardware, error, asked=False))
+        messages.send(connection, _failed(hardware, error))
         return False
     errors = hardware.errors()
     if events or errors:
@@ -74,12 +74,10 @@ def _wait(connection: socket.socket, hardware: Hardware) -> bool:
     return True
 
 
-def _failed(hardware: Hardware, error: HardwareError, *, asked: bool) -> messages.Failed:
+def _failed(hardware: Hardware, error: HardwareError) -> messages.Failed:
     errors = hardware.errors()
     hardware.close()
-    return messages.Failed(
-        error.code, str(error), error.call, error.driver_code, errors, asked=asked
-    )
+    return messages.Failed(error.code, str(error), error.call, error.driver_code, errors)
 
 
 def main() -> int:

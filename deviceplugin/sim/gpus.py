@@ -24,8 +24,9 @@ import threading
 from collections import deque
 from dataclasses import replace
 
-from deviceplugin.errors import HardwareError, ProfileError
+from deviceplugin.errors import HardwareError, Interrupted, ProfileError
 from deviceplugin.model import (
+    Address,
     CallError,
     DriverGpu,
     Fault,
@@ -57,17 +58,23 @@ class SimulatedHardware:
         """In order: Xid errors for ``wait`` to tell, GPUs that were reset for ``read``."""
         self._unread = False
         """Something changed that ``read`` has not told yet."""
+        self._only: frozenset[GpuId] = frozenset()
+        """The GPUs of the last scan."""
+        self._interrupted = False
 
     # --- Hardware -------------------------------------------------------------------
 
-    def scan(self) -> Scan:
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
         with self._changed:
             self._check()
             self._open = True
+            wanted = None if only is None else {address.pci_bus_id for address in only}
             gpus = tuple(
                 replace(gpu, fault=LOST) if gpu.id in self._lost else gpu
                 for gpu in self._profile.gpus
+                if wanted is None or gpu.pci_bus_id in wanted
             )
+            self._only = frozenset(gpu.id for gpu in gpus)
             return Scan(self._profile.driver, gpus, links=self._profile.links)
 
     def read(self) -> tuple[Reading, ...]:
@@ -82,38 +89,46 @@ class SimulatedHardware:
             return tuple(
                 Reading(gpu.id, LOST if gpu.id in self._lost else None, gpu.id in reset)
                 for gpu in self._profile.gpus
+                if gpu.id in self._only
             )
 
     def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)
             self._check()
-            events = []
+            events: list[XidEvent] = []
             while self._open and self._untold and isinstance(self._untold[0], XidEvent):
-                events.append(self._untold[0])
+                event = self._untold[0]
                 self._untold.popleft()
+                if event.gpu in self._only:
+                    events.append(event)
             return tuple(events)
 
     def wake(self) -> None:
         with self._changed:
             self._wake()
 
-    def abort(self) -> None:
-        self.wake()
+    def interrupt(self) -> None:
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
 
     def errors(self) -> tuple[CallError, ...]:
         return ()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._changed:
-            self._open = False
+            self._open = self._interrupted = False
+        return True
 
     def _has_news(self) -> bool:
-        if self._failure is not None:
+        if self._failure is not None or self._interrupted:
             return True
         return self._open and (self._unread or bool(self._untold))
 
     def _check(self) -> None:
+        if self._interrupted:
+            raise Interrupted("given up")
         if self._failure is not None:
             # The same error is raised again and again: its trace must not grow.
             raise self._failure.with_traceback(None)

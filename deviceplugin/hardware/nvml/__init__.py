@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from deviceplugin.hardware.nvml.calls import (
 )
 from deviceplugin.hardware.nvml.links import Links
 from deviceplugin.model import (
+    Address,
     CallError,
     DriverGpu,
     DriverInfo,
@@ -53,6 +54,8 @@ from deviceplugin.model import (
 
 _EVENTS_AT_ONCE = 64
 """A storm is handed on in pieces of this size, so that the caller stays responsive."""
+
+_NOT_FOUND = frozenset({pynvml.NVML_ERROR_NOT_FOUND})
 
 _NO_INSTANCE = 0xFFFFFFFF
 
@@ -78,7 +81,7 @@ class Nvml:
 
     # --- Hardware -----------------------------------------------------------------
 
-    def scan(self) -> Scan:
+    def scan(self, only: tuple[Address, ...] | None = None) -> Scan:
         if not self._open:
             self._initialise()
         if self._event_set is None:
@@ -88,13 +91,19 @@ class Nvml:
             library_version=self._calls.ask(pynvml.nvmlSystemGetNVMLVersion),
             cuda_version=_cuda(self._calls.ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)),
         )
-        count = self._calls.must(pynvml.nvmlDeviceGetCount)
         gpus: dict[GpuId, DriverGpu] = {}
         unreadable = []
         self._handles.clear()
         self._by_address.clear()
-        for index in range(count):
-            found = self._gpu(index)
+        places: Iterable[tuple[int, str | None]]
+        if only is None:
+            places = ((index, None) for index in range(self._calls.must(pynvml.nvmlDeviceGetCount)))
+        else:
+            places = ((address.index, address.pci_bus_id) for address in only)
+        for index, pci_bus_id in places:
+            found = self._gpu(index, pci_bus_id)
+            if found is None:
+                continue
             if isinstance(found, UnreadableGpu):
                 unreadable.append(found)
             else:
@@ -126,13 +135,13 @@ class Nvml:
     def wake(self) -> None:
         """Nothing ends a wait of NVML: callers keep theirs short."""
 
-    def abort(self) -> None:
+    def interrupt(self) -> None:
         """Nothing ends a call of NVML but the end of its process."""
 
     def errors(self) -> tuple[CallError, ...]:
         return self._calls.errors()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self._event_set is not None:
             with contextlib.suppress(HardwareError):
                 self._calls.ask(pynvml.nvmlEventSetFree, self._event_set)
@@ -143,6 +152,7 @@ class Nvml:
         self._handles.clear()
         self._by_address.clear()
         self._stumbled = False
+        return not self._open
 
     # --- the session --------------------------------------------------------------
 
@@ -164,9 +174,26 @@ class Nvml:
 
     # --- one GPU ------------------------------------------------------------------
 
-    def _gpu(self, index: int) -> DriverGpu | UnreadableGpu:
+    def _handle(self, index: int, pci_bus_id: str | None) -> Handle | None:
+        """A GPU's handle, which opens that GPU and no other; None: no longer there."""
+        if pci_bus_id is None:
+            return self._calls.call(pynvml.nvmlDeviceGetHandleByIndex, index)
         try:
-            handle = self._calls.call(pynvml.nvmlDeviceGetHandleByIndex, index)
+            return self._calls.call(
+                pynvml.nvmlDeviceGetHandleByPciBusId,
+                pci_bus_id.encode(),
+                expected=EXPECTED | _NOT_FOUND,
+            )
+        except pynvml.NVMLError as error:
+            if error.value not in _NOT_FOUND:
+                raise
+            return None
+
+    def _gpu(self, index: int, pci_bus_id: str | None) -> DriverGpu | UnreadableGpu | None:
+        try:
+            handle = self._handle(index, pci_bus_id)
+            if handle is None:
+                return None
             uuid = self._calls.call(pynvml.nvmlDeviceGetUUID, handle)
         except GpuTrouble as trouble:
             return UnreadableGpu(index, trouble.fault)
