@@ -81,6 +81,7 @@ class PluginServer:
         add_DevicePluginServicer_to_server(servicer, self._server)
         self._server.add_generic_rpc_handlers((_Ping(),))
         self._channel: grpc.Channel | None = None
+        self._unanswered = 0
         try:
             self._server.add_insecure_port(f"unix:{path}")
             path.chmod(0o600)  # the kubelet is root, and so are we
@@ -91,20 +92,29 @@ class PluginServer:
             raise ServeError(f"cannot serve on {path}: {_why(path) or error}") from error
 
     def check(self, on_dead: Callable[[str], None]) -> None:
-        """Call ourselves, by the way that the kubelet comes.
+        """Call ourselves, by the way that the kubelet comes: a new connection.
+
+        One call without an answer says little, since the machine may have been
+        asleep; two in a row say that nobody serves.
 
         Args:
-            on_dead: told why, from another thread, when there is no answer.
+            on_dead: told why, from another thread, after the second one.
         """
-        if self._channel is None:
-            self._channel = grpc.insecure_channel(
-                f"unix:{self.path}", options=(("grpc.enable_retries", 0),)
-            )
-        ping: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PING)
+        if self._channel is not None:
+            return  # the call before is still waiting
+        channel = self._channel = grpc.insecure_channel(
+            f"unix:{self.path}", options=(("grpc.enable_retries", 0),)
+        )
+        ping: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_PING)
         call = ping.future(b"", timeout=SELF_CHECK_TIMEOUT_S)
 
         def answered(call: grpc.Future[bytes]) -> None:
-            if not call.cancelled() and call.exception() is not None:
+            if call.cancelled():
+                return  # by stop
+            channel.close()
+            self._channel = None
+            self._unanswered = 0 if call.exception() is None else self._unanswered + 1
+            if self._unanswered >= 2:
                 on_dead("our own server does not answer")
 
         call.add_done_callback(answered)
@@ -122,8 +132,8 @@ class PluginServer:
 
     def stop(self, timeout_s: float = 0.5) -> None:
         """End every call and stream, stop listening and remove the socket."""
-        if self._channel is not None:
-            self._channel.close()
+        if (channel := self._channel) is not None:
+            channel.close()
         self._server.stop(grace=None).wait(timeout_s)
         self._workers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):

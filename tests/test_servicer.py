@@ -7,6 +7,7 @@ import queue
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -279,3 +280,53 @@ def test_what_keeps_a_socket_from_being_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.sock").mkdir()
     with pytest.raises(ServeError, match="Address already in use"):
         server.PluginServer(tmp_path / "x.sock", Servicer(Store(), Stats()))
+
+
+# --- the server looks at itself ------------------------------------------------------------------
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _check(plugin: Plugin, told: list[str]) -> None:
+    """One check to its end."""
+    plugin.server.check(told.append)
+    for _ in range(1000):
+        if plugin.server._channel is None:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the check does not end")
+
+
+def test_a_server_that_answers_itself_is_well(plugin: Plugin) -> None:
+    told: list[str] = []
+    _check(plugin, told)
+    files = _open_files()
+    for _ in range(5):
+        _check(plugin, told)
+    assert told == []
+    for _ in range(500):
+        if _open_files() <= files:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{files} open files became {_open_files()}")
+
+
+def test_a_server_that_does_not_answer_twice_is_told(plugin: Plugin) -> None:
+    told: list[str] = []
+    _check(plugin, told)
+    plugin.server._server.stop(None).wait(5)
+    _check(plugin, told)
+    assert told == []
+    _check(plugin, told)
+    assert told == ["our own server does not answer"]
+
+
+def test_a_server_that_answers_between_two_failures_is_well(plugin: Plugin) -> None:
+    told: list[str] = []
+    plugin.server._unanswered = 1  # the machine was asleep
+    _check(plugin, told)
+    plugin.server._server.stop(None).wait(5)
+    _check(plugin, told)
+    assert told == []
