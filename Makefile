@@ -52,7 +52,7 @@ bench: $(VENV)/.dev ## figures as one JSON object
 	@$(BIN)/python -m tests.bench
 
 SECONDS ?= 60
-soak: $(VENV)/.dev ## one daemon living through everything at random (SECONDS=60)
+soak: $(VENV)/.dev ## a storm of faults, plugin kills, long outages (SECONDS=60 for each)
 	@$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 coverage: $(VENV)/.dev ## branch coverage of the tests, child processes included

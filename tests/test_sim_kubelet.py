@@ -488,6 +488,20 @@ def test_lists_arrive_while_an_admission_waits_for_the_plugin(
 # --- restart --------------------------------------------------------------------------------
 
 
+def test_a_killed_kubelet_does_not_go_on_dialling(kubelet: Kubelet) -> None:
+    def ask() -> None:
+        with pytest.raises(grpc.RpcError):
+            register(kubelet, "nobody.sock")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert kubelet.wait_for(lambda: kubelet.register_calls == 1)
+    kubelet.stop()
+    asking.join(5)
+    (refused,) = kubelet.happened("refused")
+    assert refused.detail == "the kubelet is killed"
+
+
 def test_after_a_restart_nothing_is_registered_and_pods_keep_what_they_hold(
     kubelet: Kubelet, plugin: FakePlugin, plug: Plug
 ) -> None:

@@ -1,1 +1,7 @@
-"""One daemon living through everything at random, for as long as wanted."""
+"""Long runs against one node: everything at random, plugin kills, long outages."""
+
+from __future__ import annotations
+
+
+class Failed(Exception):
+    """A promise that did not hold."""

@@ -68,6 +68,8 @@ class Kubelet:
         self._server: LinkedServer | None = None
         self._pod_resources: LinkedServer | None = None
         self._dying: threading.Thread | None = None
+        self._alive = False
+        self._dialling: set[Plugin] = set()
 
     # --- starting and stopping ----------------------------------------------------------
 
@@ -78,6 +80,7 @@ class Kubelet:
             if path.is_socket():
                 path.unlink(missing_ok=True)
         self._devices.clear()
+        self._alive = True
         checkpoint.read(self.directory, self._devices)
         self._server = LinkedServer(
             self.directory / SOCKET,
@@ -96,6 +99,9 @@ class Kubelet:
 
     def stop(self) -> None:
         """As killed: connections end, files stay, kubelet.sock refuses."""
+        self._alive = False
+        for plugin in tuple(self._dialling):
+            plugin.close()
         for server in (self._server, self._pod_resources):
             if server is not None:
                 server.close()
@@ -255,10 +261,16 @@ class Kubelet:
         if not is_extended_resource(request.resource_name):
             self._refuse(request, context, f'the ResourceName "{request.resource_name}" is invalid')
         deadline_s = context.time_remaining() or DEFAULT_DEADLINE_S
+        plugin = Plugin(request.resource_name, self.directory / request.endpoint)
+        self._dialling.add(plugin)
+        if not self._alive:
+            plugin.close()
         try:
-            plugin = Plugin(request.resource_name, self.directory / request.endpoint, deadline_s)
+            plugin.dial(deadline_s)
         except DialFailed as error:
             self._refuse(request, context, str(error))
+        finally:
+            self._dialling.discard(plugin)
         self._connect(plugin)
         return pb.Empty()
 

@@ -14,6 +14,7 @@ import grpc
 
 from api.v1beta1 import api_pb2 as pb
 from api.v1beta1.api_pb2_grpc import DevicePluginStub
+from deviceplugin.sockets import answers
 
 DIAL_TIMEOUT_S = 10.0
 PRE_START_TIMEOUT_S = 30.0
@@ -26,7 +27,17 @@ class DialFailed(Exception):
 class Plugin:
     """A plugin that was dialled back."""
 
-    def __init__(self, resource: str, socket: Path, deadline_s: float) -> None:
+    def __init__(self, resource: str, socket: Path) -> None:
+        self.resource = resource
+        self.options = pb.DevicePluginOptions()
+        self._channel = grpc.insecure_channel(f"unix:{socket}")
+        self.stub = DevicePluginStub(self._channel)
+        self._socket = socket
+        self._closed = False
+        self._call: grpc._CallIterator[pb.ListAndWatchResponse] | None = None
+        self._thread: threading.Thread | None = None
+
+    def dial(self, deadline_s: float) -> None:
         """Connect and ask for the options, as the kubelet does inside Register.
 
         Args:
@@ -35,20 +46,34 @@ class Plugin:
         Raises:
             DialFailed: nothing is registered then.
         """
-        self.resource = resource
-        self._channel = grpc.insecure_channel(f"unix:{socket}")
-        self.stub = DevicePluginStub(self._channel)
-        self._call: grpc._CallIterator[pb.ListAndWatchResponse] | None = None
-        self._thread: threading.Thread | None = None
         try:
-            grpc.channel_ready_future(self._channel).result(min(DIAL_TIMEOUT_S, deadline_s))
-            self.options = self.stub.GetDevicePluginOptions(pb.Empty(), timeout=deadline_s)
-        except grpc.FutureTimeoutError as error:
+            self.options = self._ask_options(deadline_s)
+        except (grpc.RpcError, grpc.FutureTimeoutError, ValueError) as error:
+            if self._closed:  # which a ValueError tells, too
+                raise DialFailed("the kubelet is killed") from error
             self.close()
-            raise DialFailed("failed to dial device plugin: context deadline exceeded") from error
-        except grpc.RpcError as error:
-            self.close()
-            raise DialFailed(f"failed to get device plugin options: {describe(error)}") from error
+            if isinstance(error, grpc.RpcError):
+                text = f"failed to get device plugin options: {describe(error)}"
+            else:
+                text = "failed to dial device plugin: context deadline exceeded"
+            raise DialFailed(text) from error
+
+    def _ask_options(self, deadline_s: float) -> pb.DevicePluginOptions:
+        """FutureTimeoutError: nobody listens."""
+        call = self.stub.GetDevicePluginOptions.future(
+            pb.Empty(), timeout=deadline_s, wait_for_ready=True
+        )
+        try:
+            return call.result(min(DIAL_TIMEOUT_S, deadline_s))
+        except (grpc.FutureTimeoutError, grpc.RpcError) as error:
+            late = isinstance(error, grpc.FutureTimeoutError) or (
+                error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            )
+            if not late:
+                raise
+            if not answers(self._socket):
+                raise grpc.FutureTimeoutError from error
+        return call.result()
 
     def watch(
         self,
@@ -80,7 +105,8 @@ class Plugin:
             self._call.cancel()
 
     def close(self) -> None:
-        """Disconnect. Ends the stream, if there is one."""
+        """Disconnect. Ends the stream, if there is one, and a dial in progress."""
+        self._closed = True
         self.drop_stream()
         self._channel.close()
 
