@@ -41,7 +41,7 @@ class Settings(
     pod_resources_socket: Annotated[
         str,
         Meta(
-            description="the kubelet's pod-resources socket; not read yet",
+            description="the kubelet's pod-resources socket, asked which pod holds a device",
             extra={"metavar": "PATH"},
         ),
     ] = "/var/lib/kubelet/pod-resources/kubelet.sock"
