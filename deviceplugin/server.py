@@ -9,6 +9,7 @@ nothing that still answers.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import socket
@@ -95,7 +96,9 @@ class PluginServer:
         """Call ourselves, by the way that the kubelet comes: a new connection.
 
         One call without an answer says little, since the machine may have been
-        asleep; two in a row say that nobody serves.
+        asleep; two in a row say that nobody serves. A process that has no file left
+        to open can neither call nor take a new call, and is best left alone: a
+        stream that is open goes on.
 
         Args:
             on_dead: told why, from another thread, after the second one.
@@ -113,7 +116,10 @@ class PluginServer:
                 return  # by stop
             channel.close()
             self._channel = None
-            self._unanswered = 0 if call.exception() is None else self._unanswered + 1
+            if call.exception() is None or _starved():
+                self._unanswered = 0
+            else:
+                self._unanswered += 1
             if self._unanswered >= 2:
                 on_dead("our own server does not answer")
 
@@ -138,6 +144,15 @@ class PluginServer:
         self._workers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):
             self.path.unlink()
+
+
+def _starved() -> bool:
+    """Whether no file can be opened."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return True
+    return False
 
 
 def _why(path: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import socket
 import stat
 import threading
@@ -329,4 +330,17 @@ def test_a_server_that_answers_between_two_failures_is_well(plugin: Plugin) -> N
     _check(plugin, told)
     plugin.server._server.stop(None).wait(5)
     _check(plugin, told)
+    assert told == []
+
+
+def test_a_process_without_a_file_left_to_open_is_not_taken_for_dead(plugin: Plugin) -> None:
+    told: list[str] = []
+    _check(plugin, told)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
+    try:
+        for _ in range(3):
+            _check(plugin, told)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert told == []
