@@ -134,8 +134,8 @@ class Agent:
         self._started_s = clock.monotonic()
         self._beat_s = self._started_s
         self._exit_code: int | None = None
-        self.next_settings: Loaded | None = None
-        """After ``run``: begin again with these."""
+        self._stop_asked = False
+        self._next_settings: Loaded | None = None
         self.stuck = False
         """After ``run``: a thread hangs in the driver, and only _exit ends the process."""
 
@@ -147,7 +147,13 @@ class Agent:
 
     def stop(self) -> None:
         """Ask the daemon to end. Safe from any thread and from a signal handler."""
+        self._stop_asked = True
         self._events.put(lifecycle.Stop())
+
+    @property
+    def next_settings(self) -> Loaded | None:
+        """After ``run``: begin again with these; None once it was asked to stop."""
+        return None if self._stop_asked else self._next_settings
 
     def run(self) -> int:
         """Run until stopped; in the main thread.
@@ -242,7 +248,7 @@ class Agent:
             return
         if not changed.live:
             _log.info("starting anew with the new settings")
-            self.next_settings = changed.loaded
+            self._next_settings = changed.loaded
             self._exit_code = 0
             return
         self._settings = changed.loaded.settings

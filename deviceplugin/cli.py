@@ -209,10 +209,7 @@ def _parts(settings: config.Settings) -> tuple[Hardware, Host]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Until the agent has handlers of its own; as process 1 of a container the
-    # kernel would ignore the signals else.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(0))
+    _exit_at_a_signal()
     loaded = _load(arguments)
     before: config.Loaded | None = None
     while True:
@@ -229,6 +226,15 @@ def _run(arguments: argparse.Namespace) -> int:
         if next_one is None:
             return code
         loaded, before = next_one, loaded
+
+
+def _exit_at_a_signal() -> None:
+    """While there is no agent with handlers of its own; as process 1 of a container the
+    kernel would ignore the signals else. A hangup asks for the settings to be read,
+    which is being done just then."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _run_with(
@@ -265,6 +271,7 @@ def _run_with(
         control.start()
     try:
         code = agent.run()
+        _exit_at_a_signal()
     finally:
         if control is not None:
             control.stop()

@@ -7,6 +7,7 @@ counts when two looks in a row see the same: an editor may still be writing.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class Reloader:
     def reload(self, stats: Stats) -> Changed | None:
         """Read the settings now; None when nothing differs or they are wrong. Never raises."""
         try:
+            if self._would_block():
+                raise ConfigError(
+                    [f"file {self._path}: is no regular file, read only at the start"]
+                )
             loaded = self._load()
         except (ConfigError, ProfileError) as error:
             stats.add("config_reloads", "refused")
@@ -101,4 +106,21 @@ class Reloader:
             found = self._path.stat()
         except OSError:
             return None
+        if not stat.S_ISREG(found.st_mode):
+            return (
+                found.st_dev,
+                found.st_ino,
+                found.st_mode,
+                0,
+            )  # a pipe's times change as it is read
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _would_block(self) -> bool:
+        """A pipe would keep the daemon waiting for whoever writes."""
+        if self._path is None:
+            return False
+        try:
+            mode = self._path.stat().st_mode
+        except OSError:
+            return False  # reading tells why
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))

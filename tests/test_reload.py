@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,11 @@ def test_without_a_file_there_is_nothing_to_look_at(place: Place) -> None:
     place.swap("logLevel: debug")
     assert reloader.look(place.stats) is None
     assert reloader.look(place.stats) is None
+
+
+def test_a_pipe_is_not_waited_for(place: Place) -> None:
+    place.file.unlink()
+    os.mkfifo(place.file)
+    assert place.look() is None
+    assert place.reloader.reload(place.stats) is None
+    assert place.stats.counts("config_reloads") == {("refused",): 2}

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -667,6 +668,23 @@ def test_new_settings_that_cannot_be_used_leave_those_before(node: Node) -> None
     file.write_text("version: v1\nsimulate: h100x8\n")
     node.wait_allocatable(8)
     assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("after_s", [0, 0.005, 0.02, 0.06])
+def test_a_signal_between_two_starts_is_not_lost(node: Node, after_s: float) -> None:
+    node.kubelet.start()
+    file = node.directory / "c.yaml"
+    file.write_text("version: v1\nsimulate: l4x1\n")
+    daemon = node.start("--config", str(file))
+    node.wait_allocatable(1)
+    file.write_text("version: v1\nsimulate: h100x8\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.event("starting anew with the new settings")
+    time.sleep(after_s)
+    daemon.process.send_signal(signal.SIGHUP)
+    assert daemon.stop() == 0
+    assert node.sockets() == []
+    assert not (node.directory / "state/control.sock").exists()
 
 
 def test_a_hangup_without_a_file_changes_nothing(node: Node, registered: Daemon) -> None:

@@ -84,8 +84,8 @@ def main() -> int:
     """The child's whole life."""
     descriptor, driver_root = int(sys.argv[1]), Path(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A terminal sends Ctrl-C to the whole group; the parent decides.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # A terminal sends Ctrl-C and hangups to the whole group; the parent decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     from deviceplugin.hardware.nvml import Nvml
 
