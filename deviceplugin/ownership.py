@@ -78,11 +78,14 @@ class Ownership:
             self._file = -1
 
     def _in_place(self) -> bool:
-        """Whether the file that is locked is the one that others would find."""
+        """Whether the file that is locked is the one that others would find; in doubt it is,
+        since a lock that is let go of may be somebody else's a moment later."""
         try:
             ours, found = os.fstat(self._file), self._path.stat()
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return True
         return (ours.st_dev, ours.st_ino) == (found.st_dev, found.st_ino)
 
     def _read_owner(self) -> str:

@@ -64,6 +64,17 @@ def test_a_directory_made_anew_is_claimed_anew(plugin: Claim, tmp_path: Path) ->
     assert first.claim() == f"pod b, pid {os.getpid()}"
 
 
+def test_a_lock_that_cannot_be_looked_at_is_held(plugin: Claim, tmp_path: Path) -> None:
+    first, second = plugin("a"), plugin("b")
+    first.claim()
+    (tmp_path / "dp").rename(tmp_path / "away")
+    (tmp_path / "dp").symlink_to("dp")  # leads nowhere: ELOOP
+    assert first.claim() is None
+    (tmp_path / "dp").unlink()
+    (tmp_path / "away").rename(tmp_path / "dp")
+    assert second.claim() == f"pod a, pid {os.getpid()}"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "\\xff"])
 def test_whatever_the_file_says_the_lock_counts(
     plugin: Claim, tmp_path: Path, content: str
