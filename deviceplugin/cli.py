@@ -308,7 +308,7 @@ def _status(arguments: argparse.Namespace) -> int:
     settings = _load(arguments).settings
     from dataclasses import asdict
 
-    from deviceplugin import control, terminal
+    from deviceplugin import control, standing, terminal
     from deviceplugin.hardware.host import process_usage
 
     status = control.ask(Path(settings.state_dir), "status")
@@ -330,18 +330,9 @@ def _status(arguments: argparse.Namespace) -> int:
             f" {status['uptime_s']:.0f} s, {usage.threads} threads, {usage.open_files} open files"
         )
     if status["devices"]:
-        terminal.show(
-            ("GPU", "ID", "NUMA", "HEALTH"),
-            [
-                (
-                    str(device["index"]) if device["index"] >= 0 else "-",
-                    device["id"],
-                    ",".join(map(str, device["numa_nodes"])) or "-",
-                    f"{device['health']} {device['reason']}".rstrip(),
-                )
-                for device in status["devices"]
-            ],
-        )
+        terminal.show(standing.HEADINGS, standing.rows(status))
+    for line in standing.details(status):
+        print(line)
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from deviceplugin.config import Settings
@@ -102,3 +104,30 @@ def status(
             for device in snapshot.devices
         ],
     }
+
+
+HEADINGS = ("GPU", "ID", "NUMA", "HEALTH")
+
+
+def rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row under ``HEADINGS`` for each device of a status."""
+    return [
+        (
+            str(device["index"]) if device["index"] >= 0 else "-",
+            device["id"],
+            ",".join(map(str, device["numa_nodes"])) or "-",
+            f"{device['health']} {device['reason']}".rstrip(),
+        )
+        for device in status["devices"]
+    ]
+
+
+def details(status: Mapping[str, Any]) -> list[str]:
+    """A line for each device that is not healthy: why, and since when (UTC)."""
+    return [
+        f"{device['id']}: {device['reason']} since"
+        f" {datetime.fromtimestamp(device['since'], UTC):%Y-%m-%d %H:%M:%S} UTC"
+        + (f": {device['detail']}" if device["detail"] else "")
+        for device in status["devices"]
+        if device["reason"]
+    ]

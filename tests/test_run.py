@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import stat
@@ -523,6 +524,8 @@ def test_maintenance_withdraws_a_gpu_lets_go_of_it_and_survives_a_restart(
     ]
     assert not child.is_running(), "the process that had them open is gone"
     node.wait_allocatable(6)
+    told = command("status", *state).stdout
+    assert re.search(f"^{machine.id(5)}: maintenance since .* UTC: new riser$", told, re.MULTILINE)
     assert node.kubelet.capacity(RESOURCE) == 8
     assert node.kubelet.crashes == []
     assert f'gpu="{machine.id(5)}",reason="maintenance"' in daemon.get("/metrics")[1]

@@ -9,8 +9,8 @@ import pytest
 from deviceplugin.config import Settings
 from deviceplugin.lifecycle import Phase, State
 from deviceplugin.model import Fault, Snapshot
-from deviceplugin.standing import Standing, stand
-from tests.builders import snapshot
+from deviceplugin.standing import Standing, details, rows, stand, status
+from tests.builders import gpu_id, snapshot
 
 WAITING = State(Phase.NOTHING_TO_PUBLISH)
 R = "vendor.example/gpu"
@@ -61,3 +61,18 @@ def test_registered_is_ready_whatever_the_driver_does() -> None:
 def test_what_it_waits_for_is_said(state: State, line: str) -> None:
     found = seen(state, snapshot([0]))
     assert (found.ready, found.lines) == (False, (f"{R}: {state.phase.value}", line))
+
+
+def test_a_status_is_a_row_for_each_device_and_a_line_for_each_sick_one() -> None:
+    found = snapshot([0, None], sick={1: "xid-79"})
+    state = State(Phase.REGISTERED)
+    told = status(Settings(), seen(state, found), state, found)
+    for device in told["devices"]:
+        device["since"] = 86_400.0
+    assert rows(told) == [
+        ("0", gpu_id(0), "0", "Healthy"),
+        ("1", gpu_id(1), "-", "Unhealthy xid-79"),
+    ]
+    assert details(told) == [
+        f"{gpu_id(1)}: xid-79 since 1970-01-02 00:00:00 UTC: because of xid-79"
+    ]
