@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument(
             "gpus", metavar="GPU", nargs="+", help="id, PCI bus id or index; or 'all' alone"
         )
-    start.add_argument("--reason", default="", help="shown in 'status', the log and metrics")
+    start.add_argument("--reason", default="", help="shown in 'status' and the log")
     start.set_defaults(command=_maintenance, action="start")
     end.set_defaults(command=_maintenance, action="end", reason="")
     demo = commands.add_parser(
