@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deviceplugin import __version__, kubelet, lifecycle, logs, standing
+from deviceplugin.casebook import Casebook
 from deviceplugin.checkpoint import Checkpoint
 from deviceplugin.clock import Clock, date
 from deviceplugin.config import Loaded, Settings, parse_address, socket_stem
+from deviceplugin.doctor import Doctor
 from deviceplugin.errors import ListTooLong
 from deviceplugin.hardware import Hardware, Host
 from deviceplugin.holders import Holders
@@ -113,11 +115,15 @@ class Agent:
             Checkpoint(self._directory, resource), Path(settings.pod_resources_socket), resource
         )
         memory = Memory(Path(settings.state_dir), self._memory_name(), self._stats, clock)
+        policy = Policy.of(settings)
+        casebook = Casebook(Path(settings.state_dir), self._memory_name(), self._stats, clock)
+        doctor = Doctor(self._stats, clock, policy.health, casebook)
         keeper = Keeper(
             host,
             self._store,
             self._stats,
             clock,
+            doctor,
             Roll(memory, holders, clock),
             on_publishable=lambda: self._events.put(lifecycle.Publishable()),
         )
@@ -126,7 +132,7 @@ class Agent:
             keeper,
             self._stats,
             clock,
-            Policy.of(settings),
+            policy,
             on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
         )
         self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)

@@ -24,12 +24,15 @@ def look(hardware: Hardware, host: Host, clock: Clock) -> Snapshot:
         scan = hardware.scan()
         now_s = clock.boottime()
         merged = inventory.merge(None, scan, host.facts(scan), now_s)
-        verdicts = {gpu.id: health.on_scan(None, gpu, now_s) for gpu in merged.gpus}
+        policy = health.Policy(hold_down_s=0.0)
+        records = {gpu.id: health.on_scan(None, gpu, now_s, policy) for gpu in merged.gpus}
         for reading in hardware.read():
-            if reading.gpu in verdicts:
-                verdicts[reading.gpu] = health.on_reading(verdicts[reading.gpu], reading, now_s)
+            if (record := records.get(reading.gpu)) is not None:
+                records[reading.gpu] = health.on_reading(record, reading, now_s, policy)
     finally:
         hardware.close()
+    records = dict(health.brake(records, policy, now_s))
+    verdicts = {gpu: health.judge(record, policy) for gpu, record in records.items()}
     return Snapshot(
         generation=1,
         inventory=merged,

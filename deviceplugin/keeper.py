@@ -1,19 +1,22 @@
 """What is known about the node's GPUs: the only writer of the store.
 
 The monitor asks the driver and tells the keeper what it heard; the keeper
-merges it (``inventory``), judges it (``health``), publishes a new snapshot when
+merges it (``inventory``), has it judged (``doctor``), publishes a new snapshot when
 anything changed, has it remembered (``roll``) and says in the log what changed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deviceplugin import health, inventory, logs, wire
 from deviceplugin.clock import Clock
+from deviceplugin.doctor import Doctor
 from deviceplugin.errors import HardwareError, ListTooLong, NoGpu
 from deviceplugin.hardware import Host
+from deviceplugin.health import Policy
 from deviceplugin.model import (
     Address,
     Fault,
@@ -32,8 +35,6 @@ from deviceplugin.roll import Roll
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
-REPEAT_LOG_S = 60.0
-"""The same Xid on the same GPU is logged once in this time, and counted always."""
 ALL = "all"
 
 _log = logs.get("monitor")
@@ -65,11 +66,13 @@ class Keeper:
         store: Store,
         stats: Stats,
         clock: Clock,
+        doctor: Doctor,
         roll: Roll | None,
         on_publishable: Callable[[], None],
     ) -> None:
         """
         Args:
+            doctor: judges what is heard.
             roll: devices that are known from before; None: none are.
             on_publishable: called once, when there is a first device to serve.
         """
@@ -77,10 +80,10 @@ class Keeper:
         self._store = store
         self._stats = stats
         self._clock = clock
+        self._doctor = doctor
         self._roll = roll
         self._on_publishable = on_publishable
         self._recalled: Inventory | None = None
-        self._logged: dict[tuple[GpuId | None, int], float] = {}
         self._too_long = 0
 
     # --- what is known ------------------------------------------------------------------
@@ -92,6 +95,7 @@ class Keeper:
             ListTooLong: it is more than the kubelet takes.
         """
         self._recalled = self._roll.recall() if self._roll is not None else None
+        self._doctor.recall()
         if self._recalled is not None:
             self._fits(self._recalled)
         for gpu in self._recalled.gpus if self._recalled is not None else ():
@@ -132,11 +136,9 @@ class Keeper:
         if before.trouble is not None:
             _log.info("driver can be used again", gpus=len(merged.gpus))
         self._log_scan(known, merged, changes)
-        verdicts = {
-            gpu.id: health.on_scan(before.verdicts.get(gpu.id), gpu, now_s) for gpu in merged.gpus
-        }
         if self._fits(merged):
-            self._publish(merged, verdicts)
+            self._doctor.scanned(merged.gpus)
+            self._publish(merged)
         else:
             self._store.publish(replace(before, trouble=None))
 
@@ -146,32 +148,36 @@ class Keeper:
         Returns:
             Whether all that ought to answer did.
         """
-        now_s, snapshot = self._clock.boottime(), self._store.snapshot
-        found, verdicts = snapshot.inventory, dict(snapshot.verdicts)
+        found = self._store.snapshot.inventory
         if found is None:
             return True
-        answering = set()
-        for reading in readings:
-            if reading.gpu in verdicts:
-                verdicts[reading.gpu] = health.on_reading(verdicts[reading.gpu], reading, now_s)
-            if reading.fault is None:
-                answering.add(reading.gpu)
-        self._publish(found, verdicts)
+        readings = tuple(readings)
+        self._doctor.read(readings)
+        self._publish(found)
+        answering = {reading.gpu for reading in readings if reading.fault is None}
         asked = {gpu.id for gpu in found.gpus if gpu.maintenance is None}
         return answering >= asked and not found.unreadable
 
-    def events(self, events: Iterable[XidEvent]) -> None:
-        """The driver reported Xid errors."""
-        now_s, snapshot = self._clock.boottime(), self._store.snapshot
-        verdicts = dict(snapshot.verdicts)
-        for event in events:
-            gpu = event.gpu if event.gpu in verdicts else None
-            self._stats.add("xid_errors", gpu or "", str(event.xid))
-            if gpu is not None and event.gpu_instance is None:
-                verdicts[gpu] = health.on_xid(verdicts[gpu], event, now_s)
-            self._log_xid(event, known=gpu is not None)
+    def events(self, events: Iterable[XidEvent]) -> bool:
+        """The driver reported Xid errors.
+
+        Returns:
+            Whether the GPUs have to be asked at once how they are.
+        """
+        ask = [self._doctor.xid(event) for event in events]
+        self.tick()
+        return any(ask)
+
+    def tick(self) -> None:
+        """Time may have changed a verdict."""
+        snapshot = self._store.snapshot
         if snapshot.inventory is not None:
-            self._publish(snapshot.inventory, verdicts)
+            self._publish(snapshot.inventory, snapshot.trouble)
+
+    def due_in_s(self) -> float:
+        """When ``tick`` has something to do, in seconds from now."""
+        due_s = self._doctor.due_in_s()
+        return math.inf if due_s is None else due_s
 
     def trouble(self, trouble: Fault, retry_in_s: float) -> None:
         """The driver as a whole cannot be used. What is published stays published;
@@ -186,14 +192,9 @@ class Keeper:
             )
         if before.inventory is None and self._recalled is not None:
             why = Fault(health.ABSENT.code, f"not seen yet: {trouble.detail}")
-            now_s = self._clock.boottime()
-            verdicts = {
-                gpu.id: health.on_scan(None, gpu, now_s)
-                if gpu.maintenance is not None
-                else health.on_fault(health.healthy(now_s), why, gpu.gone_since_s or now_s)
-                for gpu in self._recalled.gpus
-            }
-            self._publish(self._recalled, verdicts, trouble)
+            for gpu in self._recalled.gpus:
+                self._doctor.missing(gpu, why)
+            self._publish(self._recalled, trouble)
         else:
             self._store.publish(replace(before, trouble=trouble))
 
@@ -201,18 +202,18 @@ class Keeper:
         """Every GPU is in maintenance: the driver is not even opened."""
         before, known = self._store.snapshot, self._recalled
         if before.inventory is None and known is not None:
-            verdicts = {gpu.id: health.on_scan(None, gpu, 0.0) for gpu in known.gpus}
-            self._publish(known, verdicts)
+            self._doctor.scanned(known.gpus)
+            self._publish(known)
 
     def silence(self, detail: str) -> None:
         """Nobody could ask the driver for too long, and that is to count."""
-        now_s, snapshot = self._clock.boottime(), self._store.snapshot
-        if snapshot.inventory is not None:
-            verdicts = {
-                gpu: health.on_silence(verdict, detail, now_s)
-                for gpu, verdict in snapshot.verdicts.items()
-            }
-            self._publish(snapshot.inventory, verdicts, snapshot.trouble)
+        self._doctor.silence(detail)
+        self.tick()
+
+    def adopt(self, policy: Policy) -> None:
+        """Judge by other rules from now on."""
+        self._doctor.policy = policy
+        self.tick()
 
     # --- what operators want --------------------------------------------------------------
 
@@ -224,8 +225,7 @@ class Keeper:
             why_not = self._roll.why_not_forget(before.inventory, name) or ""
         if not why_not and before.inventory is not None:
             gpu = GpuId(name)
-            verdicts = {known: v for known, v in before.verdicts.items() if known != gpu}
-            self._publish(inventory.forget(before.inventory, gpu), verdicts, before.trouble)
+            self._publish(inventory.forget(before.inventory, gpu), before.trouble)
             _log.info("device forgotten", gpu=gpu)
         return why_not or None
 
@@ -245,13 +245,10 @@ class Keeper:
         now_s = self._clock.boottime()
         how = Maintenance(reason, now_s) if reason is not None else None
         changed = inventory.maintain(known, chosen, how)
-        verdicts = dict(before.verdicts)
-        for gpu in changed.gpus:
-            if how is not None and (gpu.id in chosen or gpu.id not in verdicts):
-                verdicts[gpu.id] = health.on_scan(verdicts.get(gpu.id), gpu, now_s)
-            elif gpu.id in chosen:
-                verdicts[gpu.id] = replace(verdicts[gpu.id], detail="ended, not looked at yet")
-        saved = self._publish(changed, verdicts, before.trouble)
+        if how is not None:
+            new = {*chosen, *(gpu.id for gpu in changed.gpus if gpu.id not in before.verdicts)}
+            self._doctor.scanned(gpu for gpu in changed.gpus if gpu.id in new)
+        saved = self._publish(changed, before.trouble)
         for name in chosen:
             if how is not None:
                 _log.warning("maintenance started, GPU is left alone", gpu=name, reason=reason)
@@ -264,7 +261,8 @@ class Keeper:
 
     def _fits(self, merged: Inventory) -> bool:
         """Whether the kubelet would take the list, whatever becomes of its healths."""
-        anything = dict.fromkeys((gpu.id for gpu in merged.gpus), health.healthy(0.0))
+        nothing = Verdict(Health.HEALTHY, "", "", 0.0)
+        anything = dict.fromkeys((gpu.id for gpu in merged.gpus), nothing)
         size = wire.longest_list_bytes(inventory.devices(merged, anything))
         if size <= wire.MESSAGE_MAX_BYTES:
             self._too_long = 0
@@ -281,11 +279,10 @@ class Keeper:
         self._too_long = size
         return False
 
-    def _publish(
-        self, merged: Inventory, verdicts: Mapping[GpuId, Verdict], trouble: Fault | None = None
-    ) -> bool:
+    def _publish(self, merged: Inventory, trouble: Fault | None = None) -> bool:
         """Whether it is remembered, too."""
         before = self._store.snapshot
+        verdicts = self._doctor.verdicts(merged.gpus)
         self._store.publish(
             Snapshot(
                 inventory=merged,
@@ -297,26 +294,10 @@ class Keeper:
         if before.inventory is None:
             self._on_publishable()
         saved = self._roll.save(merged) if self._roll is not None else False
-        for gpu, verdict in verdicts.items():
-            self._log_verdict(gpu, before.verdicts.get(gpu), verdict)
+        self._doctor.report(verdicts)
         return saved
 
     # --- the log --------------------------------------------------------------------------
-
-    def _log_verdict(self, gpu: GpuId, was: Verdict | None, verdict: Verdict) -> None:
-        if (was.health if was is not None else Health.HEALTHY) is verdict.health:
-            return
-        self._stats.add("health_transitions", gpu, verdict.health.value)
-        if verdict.health is Health.UNHEALTHY:
-            _log.warning(
-                "GPU unhealthy, not offered any more",
-                gpu=gpu,
-                reason=verdict.reason,
-                why=verdict.detail,
-            )
-        else:
-            reason = was.reason if was is not None else ""
-            _log.info("GPU healthy again, offered again", gpu=gpu, was=reason)
 
     def _log_scan(
         self, before: Inventory | None, after: Inventory, changes: inventory.Difference
@@ -344,16 +325,6 @@ class Keeper:
                     gpu=gpu.id,
                     why=gpu.numa.source.value,
                 )
-
-    def _log_xid(self, event: XidEvent, *, known: bool) -> None:
-        key, now_s = (event.gpu, event.xid), self._clock.monotonic()
-        if now_s - self._logged.get(key, -REPEAT_LOG_S) < REPEAT_LOG_S:
-            return
-        self._logged[key] = now_s
-        fields: dict[str, object] = {"gpu": event.gpu, "xid": event.xid}
-        if event.gpu_instance is not None:
-            fields |= {"gi": event.gpu_instance, "ci": event.compute_instance}
-        _log.warning("Xid error" if known else "Xid error of a GPU that is not ours", **fields)
 
 
 def _choose(

@@ -47,8 +47,8 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "config_reloads": ("Times that the settings were read again, by result.", ("result",)),
     "rpc": ("Calls by the kubelet, by method and gRPC status.", ("method", "code")),
     "xid_errors": (
-        "Xid errors reported by the driver; gpu is empty when it is not one of ours.",
-        ("gpu", "xid"),
+        "Xid errors reported by the driver, by GPU (empty: not ours) and by what the code does.",
+        ("gpu", "xid", "verdict"),
     ),
     "health_transitions": ("Changes of a GPU's health, by the new health.", ("gpu", "health")),
     "driver_errors": ("Driver calls that failed, by the driver's error.", ("call", "code")),
@@ -61,7 +61,11 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "list_and_watch_streams": ("Device list streams that are open.", ()),
     "state_write_failed": (
-        "1 while the GPUs of this node cannot be remembered on disk, else 0.",
+        "1 while this file of what has to outlive the process cannot be written, else 0.",
+        ("file",),
+    ),
+    "verdicts_held": (
+        "GPUs that stay offered because too many would be withdrawn within ten minutes.",
         (),
     ),
     "config_refused": ("1 while the configuration file is wrong and not in use, else 0.", ()),

@@ -134,18 +134,60 @@ class XidEvent:
     compute_instance: int | None = None
 
 
+class RecoveryAction(enum.Enum):
+    """What the driver says has to be done about a GPU; the values are part of reasons."""
+
+    NONE = "none"
+    GPU_RESET = "gpu-reset"
+    NODE_REBOOT = "node-reboot"
+    DRAIN_P2P = "drain-p2p"
+    DRAIN_AND_RESET = "drain-and-reset"
+    RECOVER_IMEX_DOMAIN = "recover-imex-domain"
+    BUS_RESET = "bus-reset"
+    SYSTEM_REBOOT = "system-reboot"
+
+
+class Fabric(enum.Enum):
+    """How far a GPU's joining of the NVSwitch fabric is."""
+
+    NOT_STARTED = "not started"
+    IN_PROGRESS = "in progress"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """Completed with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRemap:
+    """What became of memory rows that went bad, as the driver counts it.
+
+    Attributes:
+        pending: rows are remapped at the next reset; work may go on until then.
+        failed: a row could not be remapped: no spare ones are left.
+    """
+
+    pending: bool
+    failed: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One GPU's state as polled.
+    """One GPU's state as polled. None: the card or the library does not tell.
 
     Attributes:
         fault: None when the GPU answers.
         was_reset: there is a sign that the GPU was reset since the last reading.
+        fabric: None also for a card that belongs to no fabric.
+        uncorrected_errors: uncorrected memory errors since the last reset.
     """
 
     gpu: GpuId
     fault: Fault | None = None
     was_reset: bool = False
+    action: RecoveryAction | None = None
+    remap: RowRemap | None = None
+    fabric: Fabric | None = None
+    uncorrected_errors: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,23 +316,43 @@ class Health(enum.Enum):
     UNHEALTHY = "Unhealthy"
 
 
+class Held(enum.Enum):
+    """Why a GPU is offered although something is wrong with it."""
+
+    OBSERVED = "observed only"
+    LIMIT = "held by the blast limit"
+    EXCUSED = "an operator wants it offered"
+
+
+class Stage(enum.Enum):
+    """Where a GPU stands on its way out and back; the values are for people."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    RECOVERING = "recovering"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One GPU's health, with the reason and since when.
 
     Attributes:
-        reason: a stable code ("xid-79", "lost", "absent", …); "" when healthy.
+        health: what the kubelet is told.
+        reason: a stable code ("xid-79", "lost", "absent", …); "" when nothing is wrong.
         since_s: of the last change, in seconds since the machine started; negative
             for what was so in an earlier boot.
-        was_lost: the GPU did not answer at some time since it turned
-            unhealthy; answering again is then a sign of a reset.
+        stage: recovering is still unhealthy to the kubelet.
+        ends_with: what ends it, in words; "" when nothing is wrong.
+        held: set when it is offered in spite of the reason.
     """
 
     health: Health
     reason: str
     detail: str
     since_s: float
-    was_lost: bool = False
+    stage: Stage = Stage.HEALTHY
+    ends_with: str = ""
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deviceplugin import logs
@@ -20,6 +20,7 @@ from deviceplugin.clock import Clock
 from deviceplugin.config import Settings
 from deviceplugin.errors import HardwareError, Interrupted
 from deviceplugin.hardware import Hardware
+from deviceplugin.health import Policy as HealthPolicy
 from deviceplugin.keeper import Keeper
 from deviceplugin.model import Fault
 from deviceplugin.stats import Stats
@@ -48,11 +49,13 @@ class Policy:
         poll_interval_s: between two looks at each GPU.
         lost_after_s: how long the driver may be silent before monitoring counts as lost.
         lost_is_unhealthy: whether the GPUs are then withdrawn.
+        health: what is made of what is heard.
     """
 
     poll_interval_s: float
     lost_after_s: float = 120.0
     lost_is_unhealthy: bool = False
+    health: HealthPolicy = field(default_factory=HealthPolicy)
 
     @staticmethod
     def of(settings: Settings) -> Policy:
@@ -61,6 +64,7 @@ class Policy:
             poll_interval_s=settings.poll_interval_s,
             lost_after_s=settings.monitoring_lost_after_s,
             lost_is_unhealthy=settings.on_monitoring_lost == "unhealthy",
+            health=HealthPolicy.of(settings),
         )
 
 
@@ -105,6 +109,7 @@ class Monitor:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._policy = policy
+        self._orders.put((self._rejudge, Future()))
         self._called.set()
         self._hardware.wake()
 
@@ -179,6 +184,10 @@ class Monitor:
                 return done.result()  # it began just now
             return {"refused": ["the driver keeps the plugin waiting: try again in a minute"]}
 
+    def _rejudge(self) -> dict[str, Any]:
+        self._keeper.adopt(self._policy.health)
+        return {}
+
     # --- the thread -----------------------------------------------------------------
 
     def _run(self) -> None:
@@ -241,11 +250,14 @@ class Monitor:
         while not self._stop.is_set():
             self._beat(in_driver=True)
             asked_s = self._clock.monotonic()
-            wait_s = max(0.001, min(WAIT_S, poll_due_s - asked_s))
+            wait_s = max(0.001, min(WAIT_S, poll_due_s - asked_s, self._keeper.due_in_s()))
             events = self._hardware.wait(wait_s)
             now_s = self._clock.monotonic()
             if events:
-                self._keeper.events(events)
+                if self._keeper.events(events):
+                    poll_due_s = now_s
+            elif self._keeper.due_in_s() <= 0:
+                self._keeper.tick()
             elif now_s - asked_s < wait_s - 0.005:
                 poll_due_s = now_s  # an early return without events: look
             self._obey()

@@ -18,6 +18,12 @@ from deviceplugin.stats import Stats
 
 LIVE = frozenset(
     {
+        "health_hold_down_s",
+        "health_max_unhealthy",
+        "health_mode",
+        "health_observe",
+        "health_unknown_xids",
+        "health_xids",
         "log_format",
         "log_level",
         "monitoring_lost_after_s",

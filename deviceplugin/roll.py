@@ -12,8 +12,9 @@ from __future__ import annotations
 from deviceplugin import inventory, logs
 from deviceplugin.clock import Clock
 from deviceplugin.holders import Holders
-from deviceplugin.memory import Memory, Recall
+from deviceplugin.memory import Memory
 from deviceplugin.model import GpuId, Inventory
+from deviceplugin.statefile import Recall
 
 _log = logs.get("roll")
 

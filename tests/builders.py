@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from deviceplugin import health, inventory
+from deviceplugin import inventory
 from deviceplugin.model import (
     DriverGpu,
     DriverInfo,
@@ -59,6 +59,11 @@ def driver_gpu(number: int) -> DriverGpu:
     )
 
 
+def healthy(since_s: float) -> Verdict:
+    """Nothing is wrong."""
+    return Verdict(Health.HEALTHY, "", "", since_s)
+
+
 def snapshot(
     numa: Sequence[int | None], sick: Mapping[int, str] | None = None, generation: int = 1
 ) -> Snapshot:
@@ -73,7 +78,7 @@ def snapshot(
         control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"),
     )
     merged = inventory.merge(None, Scan(DriverInfo("550.54.15"), gpus), facts, 0.0)
-    verdicts: dict[GpuId, Verdict] = {gpu.id: health.healthy(100.0) for gpu in gpus}
+    verdicts: dict[GpuId, Verdict] = {gpu.id: healthy(100.0) for gpu in gpus}
     for number, reason in (sick or {}).items():
         verdicts[gpu_id(number)] = Verdict(Health.UNHEALTHY, reason, f"because of {reason}", 100.0)
     return Snapshot(generation, merged, verdicts, inventory.devices(merged, verdicts))

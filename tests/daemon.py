@@ -57,7 +57,7 @@ class Daemon:
                 *("--device-plugin-dir", str(directory / "dp")),
                 *("--state-dir", str(directory / "state")),
                 *("--metrics-address", "127.0.0.1:0"),
-                *("--log-format", "json", "--log-level", "debug"),
+                *("--log-format", "json", "--log-level", "debug", "--health-hold-down", "0"),
                 *flags,
             ],
             env=environment(env or {}),

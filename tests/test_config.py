@@ -204,7 +204,10 @@ def test_variables_that_the_kubelet_sets_for_a_service_of_our_name_are_no_misspe
 
 def test_the_schema_describes_every_key() -> None:
     schema = config.json_schema()
-    assert set(schema["properties"]) == {"version", *(field.key for field in config.FIELDS)}
+    section = schema["properties"].pop("health")
+    keys = {*schema["properties"], *(f"health.{key}" for key in section["properties"])}
+    assert keys == {"version", *(field.key for field in config.FIELDS)}
+    assert section["additionalProperties"] is False
     assert schema["additionalProperties"] is False
 
 
@@ -228,3 +231,64 @@ def test_socket_stems_are_short_file_names(name: str) -> None:
 def test_long_names_that_differ_at_the_end_get_different_stems() -> None:
     one, other = ("vendor.example/" + "g" * 60 + end for end in "ab")
     assert config.socket_stem(one) != config.socket_stem(other)
+
+
+# --- sections -----------------------------------------------------------------------------------
+
+
+def test_a_section_of_the_file_is_read() -> None:
+    text = """
+        version: v1
+        health:
+          mode: observe
+          observe: [xid, inbox]
+          holdDownS: 0
+          maxUnhealthy: 2
+          xids: {94: unhealthy, "13": ignore}
+    """
+    found = config.load({}, {}, ("f", text)).settings
+    assert (found.health_mode, found.health_observe) == ("observe", ("xid", "inbox"))
+    assert (found.health_hold_down_s, found.health_max_unhealthy) == (0, 2)
+    assert found.health_xids == {"94": "unhealthy", "13": "ignore"}
+
+
+def test_lists_tables_and_numbers_come_from_flags_and_variables_too() -> None:
+    flags = {"health_observe": "fabric, inbox", "health_xids": "94=unhealthy,13=ignore"}
+    env = {"DEVICEPLUGIN_HEALTH_MAX_UNHEALTHY": "3", "DEVICEPLUGIN_HEALTH_HOLD_DOWN": "5"}
+    found = config.load(flags, env).settings
+    assert found.health_observe == ("fabric", "inbox")
+    assert found.health_xids == {"94": "unhealthy", "13": "ignore"}
+    assert (found.health_max_unhealthy, found.health_hold_down_s) == (3, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("{mod: observe}", "health.mod: unknown key; did you mean health.mode?"),
+        ("{mode: loud}", "health.mode: 'loud' is not one of ['enforce', 'observe']"),
+        ("7", "health: 7 is not of type 'object'"),
+        ("{xids: {x: report}}", "health.xids: 'x' is no Xid code"),
+        ("{xids: {94: kill}}", "health.xids.94: 'kill' is not one of"),
+        ("{observe: [xid, moon]}", "health.observe.1: 'moon' is not one of"),
+        ("{maxUnhealthy: -1}", "health.maxUnhealthy: -1 is no number of GPUs from 0 to 1000"),
+        ("{holdDownS: 9999}", "health.holdDownS: 9999 is not between 0 and 3600 seconds"),
+    ],
+)
+def test_what_is_wrong_in_a_section_is_named_with_its_path(text: str, mistake: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load({}, {}, ("f", f"version: v1\nhealth: {text}\n"))
+    assert any(mistake in each for each in caught.value.mistakes), caught.value.mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("health_max_unhealthy", "many"),
+        ("health_xids", "94"),
+        ("health_xids", "94=kill"),
+        ("health_observe", "moon"),
+    ],
+)
+def test_a_wrong_text_is_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="flag --health"):
+        config.load({name: text}, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deviceplugin import health, inventory
+from deviceplugin import inventory
 from deviceplugin.model import (
     DriverGpu,
     DriverInfo,
@@ -17,7 +17,7 @@ from deviceplugin.model import (
     PcieLevel,
     Scan,
 )
-from tests.builders import driver_gpu, gpu_id
+from tests.builders import driver_gpu, gpu_id, healthy
 
 LOST = Fault("lost", "gone")
 
@@ -94,7 +94,7 @@ def test_links_of_a_gpu_that_is_gone_are_remembered() -> None:
 def test_a_device_has_the_hint_of_its_gpu_or_none_at_all() -> None:
     facts = HostFacts({gpu_id(0): NumaPlace(0, NumaSource.DEVICE)})
     merged = inventory.merge(None, scan(driver_gpu(0), driver_gpu(1)), facts, 0.0)
-    verdicts = {gpu.id: health.healthy(1.0) for gpu in merged.gpus}
+    verdicts = {gpu.id: healthy(1.0) for gpu in merged.gpus}
     devices = inventory.devices(merged, verdicts)
     assert [device.numa_nodes for device in devices] == [(0,), ()]
     assert [device.gpu for device in devices] == [gpu_id(0), gpu_id(1)]

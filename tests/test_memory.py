@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin import inventory
-from deviceplugin.memory import Memory, Recall, Remembered
+from deviceplugin.memory import Memory, Remembered
 from deviceplugin.model import DriverInfo, Gpu, HostFacts, Maintenance, NumaPlace, NumaSource, Scan
+from deviceplugin.statefile import Recall
 from deviceplugin.stats import Stats
 from tests.builders import SetClock, driver_gpu, gpu_id
 
@@ -89,10 +90,10 @@ def test_a_folder_that_cannot_be_written_is_a_metric_and_no_error(file: Path) ->
     store = fresh(file, stats)
     file.parent.write_text("in the way")
     store.save(gpus(1))
-    assert stats.gauges("state_write_failed") == {(): 1}
+    assert stats.gauges("state_write_failed") == {(file.name,): 1}
     file.parent.unlink()
     store.save(gpus(1))
-    assert stats.gauges("state_write_failed") == {(): 0}
+    assert stats.gauges("state_write_failed") == {(file.name,): 0}
     assert fresh(file).recall().gpus == gpus(1)
 
 

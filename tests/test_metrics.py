@@ -102,11 +102,11 @@ def test_a_device_that_recovered_has_no_reason_left(served: Served) -> None:
 
 
 def test_counters_and_gauges_have_their_labels(served: Served) -> None:
-    served.stats.add("xid_errors", gpu_id(0), "79")
-    served.stats.add("xid_errors", gpu_id(0), "79")
+    served.stats.add("xid_errors", gpu_id(0), "79", "unhealthy")
+    served.stats.add("xid_errors", gpu_id(0), "79", "unhealthy")
     served.stats.set("registered", RESOURCE, to=1)
     samples = served.samples()
-    xid = (("gpu", gpu_id(0)), ("xid", "79"))
+    xid = (("gpu", gpu_id(0)), ("verdict", "unhealthy"), ("xid", "79"))
     assert samples["deviceplugin_xid_errors_total", xid] == 2
     assert samples["deviceplugin_registered", (("resource", RESOURCE),)] == 1
     assert samples["deviceplugin_kubelet_restarts_total", ()] == 0

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from deviceplugin import monitor, wire
+from deviceplugin import health, monitor, wire
 from deviceplugin.checkpoint import Checkpoint
 from deviceplugin.clock import SystemClock
+from deviceplugin.doctor import Doctor
 from deviceplugin.errors import DriverMissing, HardwareError, Interrupted, ListTooLong
 from deviceplugin.holders import Holders
 from deviceplugin.keeper import Keeper
@@ -42,6 +43,7 @@ from deviceplugin.store import Store
 from tests.builders import driver_gpu, gpu_id
 
 LOST = Fault("lost", "gone")
+AT_ONCE = health.Policy(hold_down_s=0.0)
 
 
 class ScriptedHardware:
@@ -122,13 +124,17 @@ class Watched:
         self.publishable = threading.Event()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         clock = SystemClock()
-        keeper = Keeper(OneNode(), self.store, self.stats, clock, roll, self.publishable.set)
+        policy = policy or Policy(poll_interval_s, health=AT_ONCE)
+        doctor = Doctor(self.stats, clock, policy.health)
+        keeper = Keeper(
+            OneNode(), self.store, self.stats, clock, doctor, roll, self.publishable.set
+        )
         self.monitor = Monitor(
             hardware,
             keeper,
             self.stats,
             clock,
-            policy or Policy(poll_interval_s),
+            policy,
             on_crash=self.crashes.put,
         )
         self.monitor.start()
@@ -197,7 +203,7 @@ def test_a_fatal_xid_makes_its_gpu_unhealthy_and_no_other(
     watched.wait_reason(1, "xid-79")
     healths = [device.health for device in watched.store.snapshot.devices]
     assert healths == [Health.HEALTHY, Health.UNHEALTHY]
-    assert watched.stats.counts("xid_errors") == {(gpu_id(1), "79"): 1}
+    assert watched.stats.counts("xid_errors") == {(gpu_id(1), "79", "unhealthy"): 1}
     assert watched.stats.counts("health_transitions") == {(gpu_id(1), "Unhealthy"): 1}
 
 
@@ -214,10 +220,10 @@ def test_other_xids_are_counted_and_change_nothing(
     hardware.events.put(XidEvent(gpu_id(1), 48))
     watched.wait_reason(1, "xid-48")
     assert watched.stats.counts("xid_errors") == {
-        (gpu_id(1), "13"): 1,
-        ("", "79"): 2,
-        (gpu_id(0), "79"): 1,
-        (gpu_id(1), "48"): 1,
+        (gpu_id(1), "13", "report"): 1,
+        ("", "79", "none"): 2,
+        (gpu_id(0), "79", "none"): 1,
+        (gpu_id(1), "48", "unhealthy"): 1,
     }
     assert watched.store.snapshot.generation == before.generation + 1
 
@@ -348,7 +354,8 @@ def test_a_hung_driver_is_no_reason_to_be_killed() -> None:
             return ()
 
     clock = LateClock()
-    keeper = Keeper(OneNode(), Store(), Stats(), clock, None, lambda: None)
+    doctor = Doctor(Stats(), clock, AT_ONCE)
+    keeper = Keeper(OneNode(), Store(), Stats(), clock, doctor, None, lambda: None)
     watching = Monitor(
         Hung(), keeper, Stats(), clock, Policy(poll_interval_s=3600), on_crash=lambda _: None
     )
@@ -546,7 +553,7 @@ def test_a_policy_can_be_replaced(hardware: ScriptedHardware, start: Start) -> N
     watched = start(3600)
     watched.publishable.wait(5)
     hardware.faults[gpu_id(0)] = LOST
-    watched.monitor.policy = Policy(0.01)
+    watched.monitor.policy = Policy(0.01, health=AT_ONCE)
     watched.wait_reason(0, "lost")
     hardware.faults.clear()
     watched.wait_reason(0, "")

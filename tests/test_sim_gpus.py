@@ -228,29 +228,31 @@ def test_an_xid_is_not_heard_before_an_earlier_reset(hardware: SimulatedHardware
 def test_whenever_the_daemon_listens_it_ends_up_with_the_right_health(steps: list[str]) -> None:
     hardware = SimulatedHardware(profile.load("l4x1"))
     hardware.scan()
-    heard = expected = health.healthy(0.0)
+    heard = expected = health.new(0.0)
+    policy = health.Policy(hold_down_s=0.0)
     gpu = hardware.find("0").id
 
     def listen(how: str) -> None:
         nonlocal heard
         if how == "wait":
             for event in hardware.wait(0):
-                heard = health.on_xid(heard, event, 0.0)
+                heard = health.on_xid(heard, event.xid, 0.0, policy)
         else:
-            heard = health.on_reading(heard, hardware.read()[0], 0.0)
+            heard = health.on_reading(heard, hardware.read()[0], 0.0, policy)
 
     for step in steps:
         if step == "xid":
             hardware.xid("0", 79)
-            expected = health.on_xid(expected, XidEvent(gpu, 79), 0.0)
+            expected = health.on_xid(expected, 79, 0.0, policy)
         elif step == "reset":
             hardware.reset("0")
-            expected = health.on_reading(expected, Reading(gpu, was_reset=True), 0.0)
+            reset = Reading(gpu, was_reset=True)
+            expected = health.on_reading(expected, reset, 0.0, policy)
         else:
             listen(step)
     for step in ("wait", "read") * len(steps):
         listen(step)
-    assert heard == expected
+    assert heard.cases == expected.cases
 
 
 # --- the whole driver fails -------------------------------------------------------------

@@ -112,10 +112,18 @@ def load(
         )
     if mistakes:
         raise ConfigError(mistakes)
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
     return Loaded(Settings(**values), origins, tuple(_unknown_variables(env)))
 
 
-def _from_text(field: Field, text: str) -> str | float | bool | None:
+def _from_text(field: Field, text: str) -> Any:
+    if isinstance(field.default, dict):
+        pairs = (item.partition("=") for item in text.split(",") if item)
+        return {key.strip(): value.strip() for key, _, value in pairs}
+    if isinstance(field.default, tuple):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if field.name == "health_max_unhealthy":
+        return int(text) if text.isascii() and text.isdigit() else (text or None)
     if isinstance(field.default, bool):
         return {"true": True, "false": False}.get(text.lower(), text)
     if isinstance(field.default, float):

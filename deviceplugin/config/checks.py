@@ -67,8 +67,15 @@ def check(field: Field, value: Any) -> Iterable[str]:
     if isinstance(field.default, float):
         if not isinstance(value, int | float) or isinstance(value, bool):
             yield f"{value!r} is not a number of seconds"
-        elif not 0.1 <= value <= 3600:
-            yield f"{value} is not between 0.1 and 3600 seconds"
+        elif not field.least <= value <= 3600:
+            yield f"{value} is not between {field.least:g} and 3600 seconds"
+        return
+    if field.name == "health_max_unhealthy":
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1000:
+            yield f"{value!r} is no number of GPUs from 0 to 1000"
+        return
+    if isinstance(field.default, dict | tuple):
+        yield from _check_items(field, value)
         return
     if "\0" in value or "\n" in value:
         yield f"{value!r} holds a NUL or a line break"
@@ -89,6 +96,16 @@ def check(field: Field, value: Any) -> Iterable[str]:
         yield from _check_path(field.name, value)
     elif value == "":
         yield "is empty"
+
+
+def _check_items(field: Field, items: Any) -> Iterator[str]:
+    """A list of words, or a table of Xid codes and words."""
+    for key in items if isinstance(items, dict) else ():
+        if not (key.isascii() and key.isdigit() and len(key) <= 5):
+            yield f"{key!r} is no Xid code"
+    for word in items.values() if isinstance(items, dict) else items:
+        if word not in field.choices:
+            yield f"{word!r} is not one of {', '.join(field.choices)}"
 
 
 _PATHS = frozenset(

@@ -8,7 +8,14 @@ from typing import Any
 
 import msgspec
 
-from deviceplugin.config.settings import FIELDS, FILE_VERSION, Settings, json_schema
+from deviceplugin.config.settings import (
+    FIELDS,
+    FILE_VERSION,
+    GROUPS,
+    Settings,
+    flatten,
+    json_schema,
+)
 
 
 def read_yaml(text: str) -> tuple[Any, list[str]]:
@@ -57,7 +64,8 @@ def parse(name: str, text: str, mistakes: list[str]) -> dict[str, Any]:
             f"file {name}: must hold keys and values, starting with 'version: {FILE_VERSION}'"
         )
         return {}
-    body = {key: value for key, value in content.items() if key != "version"}
+    content = _text_keys(content)
+    body = flatten({key: value for key, value in content.items() if key != "version"})
     good = content.get("version") == FILE_VERSION
     if good:
         try:
@@ -70,13 +78,23 @@ def parse(name: str, text: str, mistakes: list[str]) -> dict[str, Any]:
     return body
 
 
+def _text_keys(content: Any) -> Any:
+    """With numbers as keys, as YAML reads them, turned into text, as JSON has them."""
+    if not isinstance(content, dict):
+        return content
+    return {
+        str(key) if isinstance(key, int) and not isinstance(key, bool) else key: _text_keys(value)
+        for key, value in content.items()
+    }
+
+
 def _explain(content: Mapping[Any, Any]) -> Iterator[str]:
     """Every way in which the content breaks the schema. msgspec stops at the first."""
     import jsonschema  # needed only when something is wrong
 
     known = ["version", *(field.key for field in FIELDS)]
-    for key in content:
-        if key not in known:
+    for key in flatten(content):
+        if key not in known and key not in GROUPS:
             close = difflib.get_close_matches(str(key), known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             yield f"{key}: unknown key{hint}"

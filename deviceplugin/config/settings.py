@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -21,9 +21,38 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 MonitoringLost = Literal["report", "unhealthy"]
 
 
-class Settings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"
-):
+XidEffect = Literal["ignore", "report", "unhealthy"]
+HealthMode = Literal["enforce", "observe"]
+HealthSource = Literal[
+    "xid",
+    "answer",
+    "recovery-action",
+    "row-remap",
+    "fabric",
+    "event",
+    "kernel-log",
+    "inbox",
+    "monitoring",
+]
+
+GROUPS = ("health",)
+"""Settings whose names begin so stand in a section of that name in the file."""
+
+
+def _key(name: str) -> str:
+    """Where a field stands in the file: "health_hold_down_s" is "health.holdDownS"."""
+    group, _, rest = name.partition("_")
+    if group in GROUPS:
+        return f"{group}.{_camel(rest)}"
+    return _camel(name)
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_key):
     """Everything that can be set. Paths are absolute, as this process sees them."""
 
     resource_name: Annotated[
@@ -115,6 +144,46 @@ class Settings(
             " unhealthy until the driver answers"
         ),
     ] = "report"
+    health_mode: Annotated[
+        HealthMode,
+        Meta(
+            description="observe: verdicts are shown, logged and counted, and withdraw no GPU;"
+            " what operators ask for still does"
+        ),
+    ] = "enforce"
+    health_observe: Annotated[
+        tuple[HealthSource, ...],
+        Meta(
+            description="sources of verdicts that are only observed", extra={"metavar": "SOURCE,…"}
+        ),
+    ] = ()
+    health_hold_down_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a GPU has to be well before it is offered again; doubled"
+            " at each relapse (0 to 3600)",
+            extra={"metavar": "SECONDS", "least": 0.0},
+        ),
+    ] = 60.0
+    health_max_unhealthy: Annotated[
+        int | None,
+        Meta(
+            description="GPUs that are withdrawn at most within ten minutes, those off the bus,"
+            " without fabric or withdrawn by operators not counted; unset: half of the node's",
+            extra={"metavar": "NUMBER"},
+        ),
+    ] = None
+    health_xids: Annotated[
+        dict[str, XidEffect],
+        Meta(
+            description="what single Xid codes do: ignore, report or unhealthy;"
+            " 'deviceplugin xid CODE' tells what they do else",
+            extra={"metavar": "CODE=EFFECT,…"},
+        ),
+    ] = msgspec.field(default_factory=dict)
+    health_unknown_xids: Annotated[
+        XidEffect, Meta(description="what an Xid does that the vendor's catalog does not have")
+    ] = "report"
     require_gpu: Annotated[
         bool,
         Meta(description="not ready while there is no driver or no GPU; else a node without is"),
@@ -146,8 +215,9 @@ class Field:
     """One setting's names and texts, for flags, help and docs.
 
     Attributes:
-        choices: the only values allowed; () when any is. A switch has none: its
-            default is a bool.
+        choices: the only values allowed, in a list or table of such, too; () when any
+            is. A switch has none: its default is a bool.
+        least: the smallest number of seconds, for those that are.
     """
 
     name: str
@@ -157,14 +227,15 @@ class Field:
     metavar: str
     description: str
     choices: tuple[str, ...]
-    default: str | float | bool | None
+    default: Any
+    least: float
 
     @property
     def shown_default(self) -> str:
         """The default as the file would say it; "" when there is none."""
         if isinstance(self.default, bool):
             return str(self.default).lower()
-        return "" if self.default is None else str(self.default)
+        return "" if self.default in (None, (), {}) else str(self.default)
 
 
 _OTHER_VARIABLES = {"node_name": ("NODE_NAME",), "pod_name": ("POD_NAME",)}
@@ -175,9 +246,7 @@ def _fields() -> Iterator[Field]:
     hints = get_type_hints(Settings, include_extras=True)
     for field in msgspec.structs.fields(Settings):
         inner, meta = hints[field.name].__origin__, hints[field.name].__metadata__[0]
-        args = getattr(inner, "__args__", ())
-        literals = [getattr(arg, "__args__", (arg,)) for arg in args if arg is not type(None)]
-        choices = tuple(c for group in literals for c in group if isinstance(c, str))
+        choices = tuple(_literals(inner))
         stem = field.name.removesuffix("_s")
         env = ENV_PREFIX + stem.upper()
         yield Field(
@@ -188,8 +257,18 @@ def _fields() -> Iterator[Field]:
             metavar=(meta.extra or {}).get("metavar", "|".join(choices or ("true", "false"))),
             description=meta.description,
             choices=choices,
-            default=field.default,
+            default={} if field.default is msgspec.NODEFAULT else field.default,
+            least=(meta.extra or {}).get("least", 0.1),
         )
+
+
+def _literals(of: Any) -> Iterator[str]:
+    """The words that a type allows, at whatever depth."""
+    for arg in getattr(of, "__args__", ()):
+        if isinstance(arg, str):
+            yield arg
+        else:
+            yield from _literals(arg)
 
 
 FIELDS: tuple[Field, ...] = tuple(_fields())
@@ -199,13 +278,34 @@ FIELDS: tuple[Field, ...] = tuple(_fields())
 def json_schema() -> dict[str, Any]:
     """The JSON schema of the configuration file."""
     settings = msgspec.json.schema(Settings)["$defs"]["Settings"]
+    properties: dict[str, Any] = {"version": {"const": FILE_VERSION}}
+    for key, value in settings["properties"].items():
+        group, dot, rest = key.partition(".")
+        if not dot:
+            properties[key] = value
+            continue
+        section = properties.setdefault(
+            group, {"type": "object", "properties": {}, "additionalProperties": False}
+        )
+        section["properties"][rest] = value
     return {
         **settings,
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "deviceplugin configuration",
-        "properties": {"version": {"const": FILE_VERSION}, **settings["properties"]},
+        "properties": properties,
         "required": ["version"],
     }
+
+
+def flatten(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's content with its sections' keys as "section.key"."""
+    flat: dict[str, Any] = {}
+    for key, value in body.items():
+        if key in GROUPS and isinstance(value, dict):
+            flat |= {f"{key}.{rest}": each for rest, each in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def socket_stem(resource: str) -> str:

@@ -1,111 +1,254 @@
-"""From events and readings to one verdict for each GPU. Pure.
+"""What each piece of evidence does to a GPU's record. Pure.
 
-A GPU is Healthy until something says otherwise, and turns Healthy again only
-on evidence that fits what was wrong:
+``record`` has the state machine, ``catalog`` the Xid codes, ``policy`` what can be
+set, ``judgement`` turns records into verdicts. Here is what each source means:
 
-- an Xid whose catalog action is a reset, a reboot or a support case makes it
-  Unhealthy; only a sign of a reset (the driver says so, or the GPU stopped
-  answering and answers again) ends that;
+- an Xid does what the catalog or the policy says; one that needs a reset ends with
+  a sign of a reset: the driver says so, or the GPU fell silent and answers again;
 - a GPU that does not answer is ``lost``, one that asks for a reset is
-  ``reset-required``; answering again ends both;
-- a GPU that is gone from the driver's list is ``absent``; being listed and
-  answering again ends that;
-- a GPU in MIG mode cannot be used whole: ``mig-mode``, until it leaves it;
-- one in maintenance is the operator's: nothing that is heard of it counts, and
-  afterwards it is looked at as if it were new;
-- ``monitoring-lost`` is said of a GPU that nobody could ask for too long, if
-  that is wanted; its first answer ends it, and any real fault replaces it.
-
-The first reason stays while the GPU is unhealthy: what comes after a fault is
-mostly its consequence.
+  ``reset-required``; answering ends both;
+- the driver's recovery action, a row that could not be remapped and a fabric that is
+  not ready each make it unhealthy; rows that wait for a reset, and uncorrected
+  errors, do not by themselves;
+- a GPU that is gone from the driver's list is ``absent``, one in MIG mode has no use
+  as a whole: ``mig-mode``;
+- ``monitoring-lost`` is said of a GPU that nobody could ask for too long, if that is
+  wanted;
+- ``maintenance`` is the operator's: nothing else counts while it lasts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from deviceplugin.model import Fault, Gpu, Health, Reading, Verdict, XidEvent
-
-FATAL_XIDS = frozenset(
-    {46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, 151, 155, 156, 158}
+from deviceplugin.health.catalog import ENDS, FOLLOWERS, FOLLOWS_WITHIN_S, Cure, Effect, lookup
+from deviceplugin.health.judgement import brake, judge
+from deviceplugin.health.policy import Policy
+from deviceplugin.health.record import (
+    Case,
+    Record,
+    Source,
+    after_boot,
+    close_cases,
+    due_s,
+    open_case,
+    recovered,
+    tick,
 )
-"""Codes that leave a GPU unusable until it is reset: those to which NVIDIA's Xid
-catalog (Ampere and newer) gives a reset, a restart of machine or VM, or a support
-case as the immediate action, and 48 (uncorrectable memory error) and 74 (NVLink)."""
+from deviceplugin.model import Fabric, Fault, Gpu, Reading, RecoveryAction
 
+__all__ = [
+    "ABSENT",
+    "MAINTENANCE",
+    "MONITORING_LOST",
+    "Case",
+    "Cure",
+    "Effect",
+    "Policy",
+    "Record",
+    "Source",
+    "after_boot",
+    "brake",
+    "due_s",
+    "follows",
+    "judge",
+    "lookup",
+    "new",
+    "on_clear",
+    "on_event",
+    "on_missing",
+    "on_reading",
+    "on_scan",
+    "on_silence",
+    "on_word",
+    "on_xid",
+    "tick",
+]
 
 MAINTENANCE = "maintenance"
 MONITORING_LOST = "monitoring-lost"
-
-
-def healthy(now_s: float) -> Verdict:
-    """The verdict of a GPU about which nothing bad is known."""
-    return Verdict(Health.HEALTHY, "", "", now_s)
-
-
-def _unhealthy(before: Verdict, reason: str, detail: str, now_s: float, *, lost: bool) -> Verdict:
-    if before.health is Health.UNHEALTHY and before.reason != MONITORING_LOST:
-        return replace(before, was_lost=True) if lost else before
-    return Verdict(Health.UNHEALTHY, reason, detail, now_s, was_lost=lost)
-
-
 ABSENT = Fault("absent", "the driver does not list it any more")
+_MIG_MODE = "mig-mode"
+_SET = "operator"
 
-_SILENT = frozenset({"lost", "reset-required", "absent"})
-"""Faults of a GPU that does not answer; answering ends them, and is after an
-Xid a sign that the GPU was reset."""
+_SILENT = frozenset({"lost", "reset-required"})
+"""Faults of a GPU that does not answer; answering is after an Xid a sign of a reset."""
 
 
-def on_xid(before: Verdict, event: XidEvent, now_s: float) -> Verdict:
+def new(now_s: float) -> Record:
+    """The record of a GPU about which nothing bad is known."""
+    return Record(now_s)
+
+
+def _in_maintenance(record: Record) -> bool:
+    return any(case.reason == MAINTENANCE for case in record.cases)
+
+
+# --- Xids and other events ---------------------------------------------------------------
+
+
+def follows(record: Record, code: int, now_s: float) -> int | None:
+    """The Xid that this one is only a consequence of."""
+    if code not in FOLLOWERS or record.last_xid is None:
+        return None
+    other, at_s = record.last_xid
+    return other if now_s - at_s <= FOLLOWS_WITHIN_S else None
+
+
+def on_xid(
+    record: Record, code: int, now_s: float, policy: Policy, source: Source = Source.XID
+) -> Record:
     """After an Xid error of this GPU."""
-    if event.xid not in FATAL_XIDS or before.reason == MAINTENANCE:
-        return before
-    return _unhealthy(before, f"xid-{event.xid}", f"Xid {event.xid}", now_s, lost=False)
+    if _in_maintenance(record):
+        return record
+    if code in ENDS:
+        over = f"xid-{ENDS[code]}"
+        record = close_cases(record, lambda case: case.reason == over, now_s)
+    if code not in FOLLOWERS:
+        record = replace(record, last_xid=(code, now_s))
+    if policy.effect(code) is not Effect.UNHEALTHY:
+        return record
+    known = lookup(code)
+    case = Case(source, f"xid-{code}", f"Xid {code}: {known.text}", now_s, known.cure)
+    return open_case(record, case, policy.hold_down_s)
 
 
-def on_reading(before: Verdict, reading: Reading, now_s: float) -> Verdict:
+def on_event(record: Record, fault: Fault, now_s: float, policy: Policy) -> Record:
+    """After an event, other than an Xid, that says that the GPU is to be reset."""
+    if _in_maintenance(record):
+        return record
+    case = Case(Source.EVENT, fault.code, fault.detail, now_s, Cure.RESET)
+    return open_case(record, case, policy.hold_down_s)
+
+
+# --- being asked -------------------------------------------------------------------------
+
+
+def on_reading(record: Record, reading: Reading, now_s: float, policy: Policy) -> Record:
     """After a poll of this GPU."""
-    if before.reason == MAINTENANCE:
-        return before
+    if _in_maintenance(record):
+        return record
     if reading.fault is not None:
-        return on_fault(before, reading.fault, now_s)
-    if before.health is Health.HEALTHY or before.reason == "mig-mode":
-        return before
-    if reading.was_reset or before.was_lost or before.reason == MONITORING_LOST:
-        return healthy(now_s)
-    return before
+        return _on_fault(record, reading.fault, now_s, policy)
+    for case in _conditions(reading, now_s):
+        record = open_case(record, case, policy.hold_down_s)
+    return close_cases(record, lambda case: _is_over(case, reading), now_s)
 
 
-def on_fault(before: Verdict, fault: Fault, now_s: float) -> Verdict:
-    """After the driver named something that is wrong with this GPU."""
-    return _unhealthy(before, fault.code, fault.detail, now_s, lost=fault.code in _SILENT)
+def _on_fault(record: Record, fault: Fault, now_s: float, policy: Policy) -> Record:
+    if fault.code in _SILENT:
+        record = _fell_silent(record)
+    case = Case(Source.ANSWER, fault.code, fault.detail, now_s)
+    return open_case(record, case, policy.hold_down_s)
 
 
-def on_silence(before: Verdict, detail: str, now_s: float) -> Verdict:
-    """After the driver could not be asked for too long."""
-    if before.health is Health.UNHEALTHY:
-        return before
-    return Verdict(Health.UNHEALTHY, MONITORING_LOST, detail, now_s)
+def _fell_silent(record: Record) -> Record:
+    if all(case.silent for case in record.cases):
+        return record
+    return replace(record, cases=tuple(replace(case, silent=True) for case in record.cases))
 
 
-def on_scan(before: Verdict | None, gpu: Gpu, now_s: float) -> Verdict:
-    """After a scan; ``before`` is None for a GPU that was never seen.
+def _conditions(reading: Reading, now_s: float) -> Iterable[Case]:
+    """What is wrong now with a GPU that answers."""
+    action = reading.action
+    if action is not None and action is not RecoveryAction.NONE:
+        text = f"the driver asks for: {action.value.replace('-', ' ')}"
+        yield Case(Source.ACTION, _action_reason(action), text, now_s)
+    if reading.remap is not None and reading.remap.failed:
+        text = "a memory row could not be remapped: the GPU has to be replaced"
+        yield Case(Source.REMAP, "row-remap-failure", text, now_s, Cure.BOOT)
+    if reading.fabric is not None and reading.fabric is not Fabric.COMPLETED:
+        text = f"the NVSwitch fabric is not ready: {reading.fabric.value}"
+        yield Case(Source.FABRIC, "fabric", text, now_s, hold=False)
+
+
+def _action_reason(action: RecoveryAction) -> str:
+    return f"recovery-{action.value}"
+
+
+def _is_over(case: Case, reading: Reading) -> bool:
+    """Whether an answer of the GPU ends this case."""
+    match case.source:
+        case Source.ANSWER | Source.MONITORING:
+            return True
+        case Source.PRESENCE:
+            return case.reason == ABSENT.code
+        case Source.ACTION:
+            return reading.action is not None and case.reason != _action_reason(reading.action)
+        case Source.FABRIC:
+            return reading.fabric is Fabric.COMPLETED
+        case Source.XID | Source.EVENT | Source.KERNEL_LOG:
+            return case.cure is Cure.RESET and (reading.was_reset or case.silent)
+        case _:
+            return False
+
+
+# --- the list, silence, words ----------------------------------------------------------------
+
+
+def on_scan(record: Record | None, gpu: Gpu, now_s: float, policy: Policy) -> Record:
+    """After a scan; ``record`` is None for a GPU that was never seen.
 
     A scan can only find something wrong: that a GPU is well is for a reading
     to say, which asks the GPU itself.
     """
+    seen_before = record is not None
+    if record is None or (gpu.maintenance is None and _in_maintenance(record)):
+        record = new(now_s)
     if gpu.maintenance is not None:
         said = gpu.maintenance
-        return Verdict(Health.UNHEALTHY, MAINTENANCE, said.reason, said.since_s)
-    verdict = before
-    if verdict is None or verdict.reason == MAINTENANCE:
-        verdict = healthy(now_s)
-    if verdict.reason == "mig-mode" and gpu.mig_enabled is not True:
-        verdict = healthy(now_s)
+        case = Case(Source.OPERATOR, MAINTENANCE, said.reason, said.since_s, hold=False)
+        return replace(new(said.since_s), cases=(case,))
+    if gpu.mig_enabled is not True:
+        record = close_cases(record, lambda case: case.reason == _MIG_MODE, now_s)
     if gpu.gone_since_s is not None:
-        return on_fault(verdict, ABSENT, gpu.gone_since_s)
+        return _absent(record, ABSENT, gpu.gone_since_s, policy, hold=seen_before)
     if gpu.fault is not None:
-        return on_fault(verdict, gpu.fault, now_s)
+        return _on_fault(record, gpu.fault, now_s, policy)
     if gpu.mig_enabled is True:
-        return on_fault(verdict, Fault("mig-mode", "in MIG mode it has no use as a whole"), now_s)
-    return verdict
+        text = "in MIG mode it has no use as a whole"
+        case = Case(Source.PRESENCE, _MIG_MODE, text, now_s, hold=False)
+        return open_case(record, case, policy.hold_down_s)
+    return record
+
+
+def on_missing(record: Record | None, why: Fault, since_s: float, policy: Policy) -> Record:
+    """Of a GPU that was known to an earlier process, and cannot be looked for now."""
+    record = new(since_s) if record is None else record
+    return _absent(record, why, since_s, policy, hold=False)
+
+
+def _absent(record: Record, why: Fault, since_s: float, policy: Policy, *, hold: bool) -> Record:
+    case = Case(Source.PRESENCE, why.code, why.detail, since_s, hold=hold)
+    return open_case(_fell_silent(record), case, policy.hold_down_s)
+
+
+def on_silence(record: Record, detail: str, now_s: float) -> Record:
+    """After the driver could not be asked for too long."""
+    if record.cases:
+        return record
+    case = Case(Source.MONITORING, MONITORING_LOST, detail, now_s, hold=False)
+    return open_case(record, case, 0.0)
+
+
+def on_word(
+    record: Record, healthy: bool, reason: str, now_s: float, until_s: float | None
+) -> Record:
+    """After an operator has said how the GPU is.
+
+    "Healthy" drops what is known against it; with ``until_s`` nothing that is heard
+    before then withdraws it. "Unhealthy" stands until then, or until he says otherwise.
+    """
+    if _in_maintenance(record):
+        return record
+    if healthy:
+        return replace(recovered(record, now_s), hold_down_s=0.0, excused_until_s=until_s)
+    case = Case(Source.OPERATOR, _SET, reason, now_s, until_s=until_s, hold=False)
+    return replace(open_case(record, case, 0.0), excused_until_s=None)
+
+
+def on_clear(record: Record, now_s: float) -> Record:
+    """After an operator has taken his word back."""
+    record = replace(record, excused_until_s=None)
+    return close_cases(record, lambda case: case.reason == _SET, now_s)

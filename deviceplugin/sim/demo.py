@@ -29,6 +29,8 @@ from deviceplugin.sim.screen import Screen
 RESOURCE = "vendor.example/gpu"
 PATIENCE_S = 15.0
 STOP_WITHIN_S = 5.0
+HOLD_DOWN_S = 1.0
+"""Nobody wants to watch a demo wait for a minute."""
 
 
 class StepFailed(Exception):
@@ -149,6 +151,7 @@ class Demo:
                         *("--device-plugin-dir", str(self.kubelet.directory)),
                         *("--state-dir", str(self._state_dir)),
                         *("--metrics-address", "127.0.0.1:0", "--log-format", "json"),
+                        *("--health-hold-down", f"{HOLD_DOWN_S:g}"),
                     ],
                     env=_environment(),
                     stdout=log,
@@ -204,12 +207,16 @@ class Demo:
         return sick
 
     def _recover(self, sick: str) -> None:
-        with self._screen.step("The GPU is reset: it is offered again"):
+        with self._screen.step("The GPU is reset: it is offered again after a while"):
             self._control(f"reset {sick}")
             self._wait_allocatable(self._count)
             admission = self.kubelet.admit(_pod("later", 1))
             self._expect(admission.admitted, f"pod later was refused: {admission.message}")
-            self._screen.result(f"allocatable: {self._count}; a pod that needs one is admitted")
+            self._screen.result(
+                f"allocatable: {self._count} after {HOLD_DOWN_S:g} s without anything new (else"
+                " 60 s)"
+            )
+            self._screen.result("a pod that needs one is admitted")
 
     def _restart_kubelet(self) -> None:
         with self._screen.step("The kubelet restarts and wipes the sockets"):

@@ -1,0 +1,207 @@
+"""Keeps every GPU's health record, and says in log and metrics what changes.
+
+Between the keeper, which hears of things, and the pure rules of ``health``,
+which say what they mean. Records are remembered (``casebook``) whenever they
+change, so that a restart of the plugin forgets no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from deviceplugin import health, logs
+from deviceplugin.casebook import Casebook, Entry
+from deviceplugin.clock import Clock
+from deviceplugin.health import Effect, Policy, Record
+from deviceplugin.model import Fault, Gpu, GpuId, Health, Held, Reading, Stage, Verdict, XidEvent
+from deviceplugin.stats import Stats
+
+REPEAT_LOG_S: Final = 60.0
+"""The same Xid on the same GPU is logged once in this time, and counted always."""
+
+_log = logs.get("health")
+
+
+class Doctor:
+    """Used by the monitor's thread alone."""
+
+    def __init__(
+        self, stats: Stats, clock: Clock, policy: Policy, casebook: Casebook | None = None
+    ) -> None:
+        """
+        Args:
+            casebook: what outlives the process; None: nothing does.
+        """
+        self.policy = policy
+        self._stats = stats
+        self._clock = clock
+        self._casebook = casebook
+        self._records: dict[GpuId, Record] = {}
+        self._said: dict[GpuId, Verdict] = {}
+        self._logged: dict[tuple[GpuId | None, int], float] = {}
+
+    def recall(self) -> None:
+        """Remember what earlier processes knew."""
+        if self._casebook is None:
+            return
+        now_s = self._clock.boottime()
+        for gpu, record in self._casebook.recall().items():
+            self._records[gpu] = health.tick(record, now_s)
+            self._said[gpu] = verdict = health.judge(self._records[gpu], self.policy)
+            if verdict.reason:
+                _log.warning(
+                    "a fault of before still counts",
+                    gpu=gpu,
+                    reason=verdict.reason,
+                    why=verdict.detail,
+                )
+
+    # --- evidence ---------------------------------------------------------------------
+
+    def scanned(self, gpus: Iterable[Gpu]) -> None:
+        """The driver listed its GPUs."""
+        now_s = self._clock.boottime()
+        for gpu in gpus:
+            before = self._records.get(gpu.id)
+            self._records[gpu.id] = health.on_scan(before, gpu, now_s, self.policy)
+
+    def read(self, readings: Iterable[Reading]) -> None:
+        """The GPUs were asked."""
+        now_s = self._clock.boottime()
+        for reading in readings:
+            if (record := self._records.get(reading.gpu)) is not None:
+                record = health.on_reading(record, reading, now_s, self.policy)
+                self._records[reading.gpu] = record
+
+    def xid(self, event: XidEvent) -> bool:
+        """The driver reported an Xid error.
+
+        Returns:
+            Whether the GPUs have to be asked at once how they are.
+        """
+        now_s = self._clock.boottime()
+        effect = self.policy.effect(event.xid)
+        record = self._records.get(event.gpu) if event.gpu is not None else None
+        ours = record is not None and event.gpu_instance is None
+        self._stats.add(
+            "xid_errors",
+            event.gpu if record is not None and event.gpu else "",
+            str(event.xid),
+            effect.name.lower() if ours else "none",
+        )
+        self._log_xid(event, effect, record, now_s)
+        if record is None or event.gpu is None or event.gpu_instance is not None:
+            return False
+        self._records[event.gpu] = health.on_xid(record, event.xid, now_s, self.policy)
+        return effect is Effect.ASK
+
+    def missing(self, gpu: Gpu, why: Fault) -> None:
+        """A GPU that an earlier process knew cannot be looked for."""
+        now_s, before = self._clock.boottime(), self._records.get(gpu.id)
+        if gpu.maintenance is not None:
+            self._records[gpu.id] = health.on_scan(before, gpu, now_s, self.policy)
+        else:
+            since_s = now_s if gpu.gone_since_s is None else gpu.gone_since_s
+            self._records[gpu.id] = health.on_missing(before, why, since_s, self.policy)
+
+    def silence(self, detail: str) -> None:
+        """Nobody could ask the driver for too long, and that is to count."""
+        now_s = self._clock.boottime()
+        for gpu, record in self._records.items():
+            self._records[gpu] = health.on_silence(record, detail, now_s)
+
+    def change(self, gpus: Iterable[GpuId], how: Callable[[Record, float], Record]) -> None:
+        """What an operator wants."""
+        now_s = self._clock.boottime()
+        for gpu in gpus:
+            self._records[gpu] = how(self._records.get(gpu) or health.new(now_s), now_s)
+
+    # --- verdicts ---------------------------------------------------------------------
+
+    def due_in_s(self) -> float | None:
+        """When time alone changes a record, in seconds from now; None: never."""
+        times = [due for record in self._records.values() if (due := health.due_s(record))]
+        return max(0.0, min(times) - self._clock.boottime()) if times else None
+
+    def verdicts(self, gpus: Iterable[Gpu]) -> Mapping[GpuId, Verdict]:
+        """The verdict of each of these GPUs; those that are not among them are dropped."""
+        now_s = self._clock.boottime()
+        listed = [gpu.id for gpu in gpus]
+        known = {gpu: self._records.get(gpu) or health.new(now_s) for gpu in listed}
+        ticked = {gpu: health.tick(record, now_s) for gpu, record in known.items()}
+        self._records = dict(health.brake(ticked, self.policy, now_s))
+        return {gpu: health.judge(record, self.policy) for gpu, record in self._records.items()}
+
+    def report(self, verdicts: Mapping[GpuId, Verdict]) -> None:
+        """Log and count what differs from what was said before, and remember it. After
+        the kubelet has been told: that is what matters."""
+        for gpu, verdict in verdicts.items():
+            was = self._said.get(gpu) or Verdict(Health.HEALTHY, "", "", 0.0)
+            if _gist(was) != _gist(verdict):
+                self._report(gpu, was, verdict)
+        self._said = dict(verdicts)
+        held = sum(verdict.held is Held.LIMIT for verdict in verdicts.values())
+        self._stats.set("verdicts_held", to=held)
+        if self._casebook is not None:
+            self._casebook.save(self._records)
+
+    def _report(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> None:
+        if was.health is not verdict.health:
+            self._stats.add("health_transitions", gpu, verdict.health.value)
+        if self._casebook is not None:
+            entry = Entry(
+                round(self._clock.time(), 1),
+                gpu,
+                was.reason or "healthy",
+                verdict.reason or "healthy",
+                verdict.detail,
+                verdict.held.value if verdict.held is not None else "",
+            )
+            self._casebook.add(entry)
+        fields: dict[str, Any] = {
+            "gpu": gpu,
+            "was": was.reason or "healthy",
+            "reason": verdict.reason,
+            "why": verdict.detail,
+            "ends_with": verdict.ends_with,
+        }
+        if verdict.held is Held.LIMIT:
+            _log.error(
+                "GPU would be withdrawn, held: too many within ten minutes; look at it",
+                **fields,
+                limit=self.policy.limit(len(self._records)),
+            )
+        elif verdict.held is not None:
+            _log.warning("GPU stays offered in spite of a fault", **fields, held=verdict.held.value)
+        elif verdict.health is Health.HEALTHY:
+            _log.info("GPU healthy again, offered again", gpu=gpu, was=was.reason)
+        elif was.health is Health.HEALTHY or was.reason != verdict.reason:
+            _log.warning("GPU unhealthy, not offered any more", **fields)
+        else:
+            _log.info("GPU recovering", **fields)
+
+    def _log_xid(
+        self, event: XidEvent, effect: Effect, record: Record | None, now_s: float
+    ) -> None:
+        key, log_s = (event.gpu, event.xid), self._clock.monotonic()
+        if log_s - self._logged.get(key, -REPEAT_LOG_S) < REPEAT_LOG_S:
+            return
+        self._logged[key] = log_s
+        fields: dict[str, object] = {"gpu": event.gpu, "xid": event.xid}
+        if event.gpu_instance is not None:
+            fields |= {"gi": event.gpu_instance, "ci": event.compute_instance}
+        if record is None:
+            _log.warning("Xid error of a GPU that is not ours", **fields)
+            return
+        fields |= {"means": health.lookup(event.xid).text, "effect": effect.value}
+        if (other := health.follows(record, event.xid, now_s)) is not None:
+            fields["follows"] = other
+        log = _log.info if effect is Effect.IGNORE else _log.warning
+        log("Xid error", **fields)
+
+
+def _gist(verdict: Verdict) -> tuple[object, ...]:
+    """What of a verdict is worth a word when it changes."""
+    recovering = verdict.stage is Stage.RECOVERING
+    return verdict.health, verdict.reason, verdict.held, recovering
