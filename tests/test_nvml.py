@@ -27,11 +27,14 @@ from deviceplugin.model import (
     CallError,
     DriverGpu,
     DriverInfo,
+    Fabric,
     Fault,
     GpuId,
     Link,
     PcieLevel,
     Reading,
+    RecoveryAction,
+    RowRemap,
     Scan,
     UnreadableGpu,
     XidEvent,
@@ -92,6 +95,10 @@ FUNCTIONS: Final = {
     "nvmlDeviceGetMemoryInfo": "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetMigMode": "nvmlDeviceGetMigMode",
     "nvmlDeviceGetTemperature": "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetFieldValues": "nvmlDeviceGetFieldValues",
+    "nvmlDeviceGetRemappedRows": "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetGpuFabricInfoV": "nvmlDeviceGetGpuFabricInfoV",
+    "nvmlDeviceGetTotalEccErrors": "nvmlDeviceGetTotalEccErrors",
     "nvmlDeviceGetTopologyCommonAncestor": "nvmlDeviceGetTopologyCommonAncestor",
     "nvmlDeviceGetNvLinkState": "nvmlDeviceGetNvLinkState",
     "nvmlDeviceGetNvLinkRemoteDeviceType": "nvmlDeviceGetNvLinkRemoteDeviceType",
@@ -1110,3 +1117,87 @@ def test_errors_that_nobody_asks_for_do_not_pile_up(node: FakeNode, open_door: O
         door.read()
     assert door.errors() == (CallError("nvmlDeviceGetMemoryInfo", "unknown"),) * 1000
     assert door.errors() == ()
+
+
+# --- the condition of a GPU ------------------------------------------------------------------
+
+
+def conditions(open_door: Open, directory: Path, **facts: Any) -> Reading:
+    """What is read of a GPU of which the driver tells this."""
+    door = open_door(FakeNode(directory, [FakeGpu("GPU-0", "00000000:01:00.0", **facts)]))
+    door.scan()
+    (reading,) = door.read()
+    assert door.errors() == ()
+    return reading
+
+
+@pytest.mark.parametrize(("number", "action"), list(enumerate(RecoveryAction)))
+def test_the_recovery_action_is_told(
+    number: int, action: RecoveryAction, open_door: Open, tmp_path: Path
+) -> None:
+    assert conditions(open_door, tmp_path, action=number) == Reading(GpuId("GPU-0"), action=action)
+
+
+def test_a_recovery_action_of_a_newer_driver_is_not_guessed(
+    open_door: Open, tmp_path: Path
+) -> None:
+    assert conditions(open_door, tmp_path, action=99).action is None
+
+
+@pytest.mark.parametrize(
+    ("remap", "told"),
+    [
+        ("none", RowRemap(pending=False, failed=False)),
+        ("pending", RowRemap(pending=True, failed=False)),
+        ("failed", RowRemap(pending=False, failed=True)),
+    ],
+)
+def test_remapped_rows_are_told(
+    remap: str, told: RowRemap, open_door: Open, tmp_path: Path
+) -> None:
+    assert conditions(open_door, tmp_path, remap=remap).remap == told
+
+
+@pytest.mark.parametrize(
+    ("state", "fabric"),
+    [
+        ("0", None),
+        ("1", Fabric.NOT_STARTED),
+        ("2", Fabric.IN_PROGRESS),
+        ("3", Fabric.COMPLETED),
+        ("3/999", Fabric.FAILED),
+        ("7", None),
+    ],
+)
+def test_the_fabrics_state_is_told(
+    state: str, fabric: Fabric | None, open_door: Open, tmp_path: Path
+) -> None:
+    assert conditions(open_door, tmp_path, fabric=state).fabric is fabric
+
+
+def test_what_a_card_does_not_have_is_none(open_door: Open, tmp_path: Path) -> None:
+    assert conditions(open_door, tmp_path) == Reading(GpuId("GPU-0"))
+
+
+def test_error_counts_that_start_again_are_a_sign_of_a_reset(
+    open_door: Open, tmp_path: Path
+) -> None:
+    node = FakeNode(tmp_path, [FakeGpu("GPU-0", "00000000:01:00.0", errors=2)])
+    door = open_door(node)
+    door.scan()
+    seen = []
+    for errors in (2, 3, 3, 0, 0):
+        node.change(0, errors=errors)
+        (reading,) = door.read()
+        seen.append((reading.uncorrected_errors, reading.was_reset))
+    assert seen == [(2, False), (3, False), (3, False), (0, True), (0, False)]
+
+
+def test_a_gpu_that_is_lost_while_its_condition_is_read_is_lost(
+    open_door: Open, tmp_path: Path
+) -> None:
+    node = FakeNode(tmp_path, [FakeGpu("GPU-0", "00000000:01:00.0", remap="none")])
+    node.fail("nvmlDeviceGetRemappedRows", GPU_IS_LOST)
+    door = open_door(node)
+    door.scan()
+    assert door.read() == (Reading(GpuId("GPU-0"), LOST),)

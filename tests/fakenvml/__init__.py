@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Final, Literal
@@ -80,6 +80,9 @@ class FakeGpu:
         pci_bus_id: as the driver writes it, "00000000:1B:00.0".
         minor: None means the GPU's number.
         events: which event types the driver reports: "all", "xid", "none" or a mask.
+        action: number of the recovery action; None, as for the next ones: not supported.
+        fabric: number of the state, or "state/status".
+        errors: uncorrected memory errors since the last reset.
     """
 
     uuid: str
@@ -91,6 +94,10 @@ class FakeGpu:
     mig: Literal["disabled", "enabled", "none"] = "disabled"
     temperature_celsius: int = 40
     events: Literal["all", "xid", "none"] | int = "all"
+    action: int | None = None
+    remap: Literal["none", "pending", "failed"] | None = None
+    fabric: str | None = None
+    errors: int | None = None
 
     @property
     def sysfs_id(self) -> str:
@@ -232,6 +239,10 @@ class FakeNode:
         self.gpus[number] = gpu
         self._write()
 
+    def change(self, gpu: int, **facts: object) -> None:
+        """Change what is told of a GPU: fields of ``FakeGpu``."""
+        self.put(gpu, replace(self.gpus[gpu], **facts))  # type: ignore[arg-type] # its fields
+
     def xid(self, gpu: int | None, code: int, gi: int | None = None, ci: int | None = None) -> None:
         """Report an Xid error; of no known GPU with None, of a MIG slice with gi and ci."""
         slice_ = _options(gi=gi, ci=ci)
@@ -282,6 +293,7 @@ class FakeNode:
                 f" minor={number if gpu.minor is None else gpu.minor}"
                 f" memory={gpu.memory_bytes} used={gpu.used_bytes} mig={gpu.mig}"
                 f" temperature={gpu.temperature_celsius} events={gpu.events}"
+                + _options(action=gpu.action, remap=gpu.remap, fabric=gpu.fabric, errors=gpu.errors)
             )
         for (a, b), level in self._pcie.items():
             yield f"pcie {a} {b} {level}"
@@ -399,7 +411,7 @@ def _check_names(functions: Iterable[str]) -> None:
         raise ValueError(f"the fake library has no {', '.join(unknown)}")
 
 
-def _options(**options: int | None) -> str:
+def _options(**options: int | str | None) -> str:
     return "".join(f" {key}={value}" for key, value in options.items() if value is not None)
 
 

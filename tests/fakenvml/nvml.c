@@ -18,6 +18,7 @@
  *   cuda 12040
  *   gpu 0 uuid=GPU-1 minor=0 name=NVIDIA%20H100 pci=00000000:1B:00.0 memory=85520809984
  *         used=0 mig=disabled|enabled|none temperature=40 events=all|xid|none|MASK
+ *         action=0 remap=none|pending|failed fabric=STATE[/STATUS] errors=0
  *                                    (one line; all but uuid and pci may be left out)
  *   pcie 0 1 PIX                     their common ancestor: PSB PIX PXB PHB NODE SYS; else SYS
  *   nvlink 0 3 gpu 1                 link 3 of GPU 0 goes to GPU 1; a link not named is inactive
@@ -93,11 +94,14 @@ enum {
 enum { MAX_GPUS = 64, MAX_LINKS = 18, MAX_FAULTS = 256, MAX_WORDS = 24, NONE = -1 };
 enum { REMOTE_GPU = 0x00, REMOTE_SWITCH = 0x02, REMOTE_UNKNOWN = 0xFF };
 enum { MIG_DISABLED = 0, MIG_ENABLED = 1, MIG_NONE = 2 };
+enum { REMAP_PENDING = 1, REMAP_FAILED = 2 };
+enum { FIELD_RECOVERY_ACTION = 230, VALUE_UNSIGNED = 1, ERROR_UNCORRECTED = 1, COUNTER_VOLATILE = 0 };
 enum { TOPOLOGY_INTERNAL = 0, TOPOLOGY_SYSTEM = 50 };
 enum { SENSOR_GPU = 0 };
 
 #define EVENT_XID 0x8ULL
-#define EVENTS_ALL 0x1FULL /* single- and double-bit ECC, performance state, Xid, clocks */
+#define EVENTS_ALL 0xE01FULL /* ECC, performance state, Xid, clocks, fatal poison, unavailable, action */
+#define FABRIC_V2 0x02000024U
 #define ANY_SLICE 0xFFFFFFFFU
 #define MEMORY_V2 0x02000028U
 #define TEMPERATURE_V1 0x0100000CU
@@ -132,6 +136,26 @@ typedef struct {
 } TemperatureV1;
 
 typedef struct {
+    unsigned field, scope;
+    long long timestamp_us, latency_us;
+    unsigned type;
+    int rc;
+    union {
+        unsigned number;
+        unsigned long long wide;
+    } value;
+} FieldValue;
+
+typedef struct {
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+    unsigned health;
+} FabricV2;
+
+typedef struct {
     Device device;
     unsigned long long type, data;
     unsigned gpu_instance, compute_instance;
@@ -150,7 +174,8 @@ struct gpu {
     bool present, lost, has_links;
     char uuid[80], name[96], pci[32];
     unsigned minor, mig;
-    int celsius;
+    int celsius, action, remap, fabric, fabric_status; /* NONE: not supported */
+    long long errors;
     unsigned long long memory, used, events;
     struct link links[MAX_LINKS];
 };
@@ -295,6 +320,17 @@ static char *value_of(char *word)
 
 /* ---- reading the script ---- */
 
+/* The number before a "/", and the one after it. */
+static const char *split_status(char *value, int *status)
+{
+    char *slash = strchr(value, '/');
+    if (slash) {
+        *slash = '\0';
+        *status = (int)number(slash + 1);
+    }
+    return value;
+}
+
 static void read_gpu(struct script *s, char **words, int count)
 {
     int name = number_below(MAX_GPUS, words[1]);
@@ -305,9 +341,11 @@ static void read_gpu(struct script *s, char **words, int count)
     gpu->present = true;
     gpu->minor = (unsigned)name;
     gpu->events = EVENTS_ALL;
+    gpu->action = gpu->remap = gpu->fabric = NONE;
+    gpu->errors = NONE;
     copy(gpu->name, sizeof gpu->name, "NVIDIA H100 80GB HBM3");
     for (int i = 2; i < count; i++) {
-        const char *value = value_of(words[i]);
+        char *value = value_of(words[i]);
         if (is(words[i], "uuid"))
             copy(gpu->uuid, sizeof gpu->uuid, value);
         else if (is(words[i], "name"))
@@ -322,6 +360,14 @@ static void read_gpu(struct script *s, char **words, int count)
             gpu->used = number(value);
         else if (is(words[i], "temperature"))
             gpu->celsius = (int)number(value);
+        else if (is(words[i], "action"))
+            gpu->action = (int)number(value);
+        else if (is(words[i], "remap"))
+            gpu->remap = is(value, "pending") ? REMAP_PENDING : is(value, "failed") ? REMAP_FAILED : 0;
+        else if (is(words[i], "fabric"))
+            gpu->fabric = (int)number(split_status(value, &gpu->fabric_status));
+        else if (is(words[i], "errors"))
+            gpu->errors = (long long)number(value);
         else if (is(words[i], "mig") && is(value, "disabled"))
             gpu->mig = MIG_DISABLED;
         else if (is(words[i], "mig") && is(value, "enabled"))
@@ -940,6 +986,53 @@ int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *celsius)
 {
     ENTER_GPU(gpu, device, celsius && sensor == SENSOR_GPU);
     *celsius = (unsigned)gpu->celsius;
+    return leave(OK);
+}
+
+int nvmlDeviceGetFieldValues(Device device, int count, FieldValue *values)
+{
+    ENTER_GPU(gpu, device, values && count > 0);
+    for (int i = 0; i < count; i++) {
+        bool known = values[i].field == FIELD_RECOVERY_ACTION && gpu->action != NONE;
+        values[i].rc = known ? OK : NOT_SUPPORTED;
+        values[i].type = VALUE_UNSIGNED;
+        values[i].value.wide = 0;
+        values[i].value.number = known ? (unsigned)gpu->action : 0;
+    }
+    return leave(OK);
+}
+
+int nvmlDeviceGetRemappedRows(Device device, unsigned *corrected, unsigned *uncorrected,
+                              unsigned *pending, unsigned *failed)
+{
+    ENTER_GPU(gpu, device, corrected && uncorrected && pending && failed);
+    if (gpu->remap == NONE)
+        return leave(NOT_SUPPORTED);
+    *corrected = *uncorrected = 0;
+    *pending = gpu->remap == REMAP_PENDING;
+    *failed = gpu->remap == REMAP_FAILED;
+    return leave(OK);
+}
+
+int nvmlDeviceGetGpuFabricInfoV(Device device, FabricV2 *info)
+{
+    ENTER_GPU(gpu, device, info);
+    if (info->version != FABRIC_V2)
+        return leave(ARGUMENT_VERSION_MISMATCH);
+    if (gpu->fabric == NONE)
+        return leave(NOT_SUPPORTED);
+    info->state = (unsigned char)gpu->fabric;
+    info->status = gpu->fabric_status;
+    return leave(OK);
+}
+
+int nvmlDeviceGetTotalEccErrors(Device device, unsigned type, unsigned counter,
+                                unsigned long long *count)
+{
+    ENTER_GPU(gpu, device, count && type == ERROR_UNCORRECTED && counter == COUNTER_VOLATILE);
+    if (gpu->errors == NONE)
+        return leave(NOT_SUPPORTED);
+    *count = (unsigned long long)gpu->errors;
     return leave(OK);
 }
 

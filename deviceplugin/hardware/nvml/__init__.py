@@ -38,6 +38,7 @@ from deviceplugin.hardware.nvml.calls import (
     error_name,
     load_library,
 )
+from deviceplugin.hardware.nvml.condition import Conditions
 from deviceplugin.hardware.nvml.links import Links
 from deviceplugin.model import (
     Address,
@@ -77,6 +78,7 @@ class Nvml:
         self._deaf = False
         """Waiting for events turned out to be impossible."""
         self._calls = Calls()
+        self._conditions = Conditions(self._calls)
         self._stumbled = False
 
     # --- Hardware -----------------------------------------------------------------
@@ -112,7 +114,7 @@ class Nvml:
         return Scan(info, tuple(gpus.values()), tuple(unreadable), links.between(gpus.values()))
 
     def read(self) -> tuple[Reading, ...]:
-        return tuple(Reading(gpu, self._probe(handle)) for gpu, handle in self._handles.items())
+        return tuple(self._read(gpu, handle) for gpu, handle in self._handles.items())
 
     def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
         if not self._listening:
@@ -258,16 +260,16 @@ class Nvml:
         self._listening.add(gpu)
         return True
 
-    def _probe(self, handle: Handle) -> Fault | None:
-        """Ask something that only the GPU itself can answer."""
+    def _read(self, gpu: GpuId, handle: Handle) -> Reading:
+        """Ask first something that only the GPU itself can answer."""
         try:
             if self._calls.ask_gpu(pynvml.nvmlDeviceGetMemoryInfo, handle) is None:
                 self._calls.ask_gpu(
                     pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
                 )
+            return self._conditions.read(gpu, handle)
         except GpuTrouble as trouble:
-            return trouble.fault
-        return None
+            return Reading(gpu, trouble.fault)
 
     # --- events -------------------------------------------------------------------
 
