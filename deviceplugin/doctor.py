@@ -14,7 +14,18 @@ from deviceplugin import health, logs
 from deviceplugin.casebook import Casebook, Entry
 from deviceplugin.clock import Clock
 from deviceplugin.health import Effect, Policy, Record
-from deviceplugin.model import Fault, Gpu, GpuId, Health, Held, Reading, Stage, Verdict, XidEvent
+from deviceplugin.model import (
+    Alarm,
+    Fault,
+    Gpu,
+    GpuId,
+    Health,
+    Held,
+    Reading,
+    Stage,
+    Verdict,
+    XidEvent,
+)
 from deviceplugin.stats import Stats
 
 REPEAT_LOG_S: Final = 60.0
@@ -95,6 +106,17 @@ class Doctor:
             return False
         self._records[event.gpu] = health.on_xid(record, event.xid, now_s, self.policy)
         return effect is Effect.ASK
+
+    def alarm(self, alarm: Alarm) -> bool:
+        """The driver reported something else; as for ``xid``."""
+        record = self._records.get(alarm.gpu) if alarm.gpu is not None else None
+        if record is None or alarm.gpu is None:
+            return False
+        if alarm.fault is not None:
+            now_s = self._clock.boottime()
+            _log.warning("driver event", gpu=alarm.gpu, code=alarm.fault.code)
+            self._records[alarm.gpu] = health.on_event(record, alarm.fault, now_s, self.policy)
+        return True
 
     def missing(self, gpu: Gpu, why: Fault) -> None:
         """A GPU that an earlier process knew cannot be looked for."""

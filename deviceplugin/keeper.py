@@ -19,6 +19,7 @@ from deviceplugin.hardware import Host
 from deviceplugin.health import Policy
 from deviceplugin.model import (
     Address,
+    Alarm,
     Fault,
     Gpu,
     GpuId,
@@ -158,13 +159,16 @@ class Keeper:
         asked = {gpu.id for gpu in found.gpus if gpu.maintenance is None}
         return answering >= asked and not found.unreadable
 
-    def events(self, events: Iterable[XidEvent]) -> bool:
-        """The driver reported Xid errors.
+    def events(self, events: Iterable[XidEvent | Alarm]) -> bool:
+        """The driver reported something.
 
         Returns:
             Whether the GPUs have to be asked at once how they are.
         """
-        ask = [self._doctor.xid(event) for event in events]
+        ask = [
+            self._doctor.xid(event) if isinstance(event, XidEvent) else self._doctor.alarm(event)
+            for event in events
+        ]
         self.tick()
         return any(ask)
 

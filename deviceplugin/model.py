@@ -134,6 +134,19 @@ class XidEvent:
     compute_instance: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """The driver reported something other than an Xid.
+
+    Attributes:
+        gpu: as for ``XidEvent``.
+        fault: what it says; None: that the GPU has to be asked how it is.
+    """
+
+    gpu: GpuId | None
+    fault: Fault | None = None
+
+
 class RecoveryAction(enum.Enum):
     """What the driver says has to be done about a GPU; the values are part of reasons."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware.nvml import Nvml
-from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, Alarm, CallError, Reading, Scan, XidEvent
 
 
 class Door:
@@ -41,9 +41,9 @@ class Door:
         assert all(isinstance(reading, Reading) for reading in readings)
         return readings
 
-    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+    def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
         events = tuple(self._do("wait", timeout_s))
-        assert all(isinstance(event, XidEvent) for event in events)
+        assert all(isinstance(event, XidEvent | Alarm) for event in events)
         return events
 
     def errors(self) -> tuple[CallError, ...]:

@@ -23,7 +23,16 @@ from deviceplugin.errors import (
 )
 from deviceplugin.hardware import messages
 from deviceplugin.hardware.child import ChildHardware
-from deviceplugin.model import CallError, DriverInfo, Fault, GpuId, Scan, UnreadableGpu, XidEvent
+from deviceplugin.model import (
+    Alarm,
+    CallError,
+    DriverInfo,
+    Fault,
+    GpuId,
+    Scan,
+    UnreadableGpu,
+    XidEvent,
+)
 from tests import fakenvml
 from tests.builders import driver_gpu
 from tests.fakenvml import FakeNode
@@ -66,7 +75,7 @@ def uuid(gpus: FakeNode, number: int) -> GpuId:
     return GpuId(gpus.gpus[number].uuid)
 
 
-def hear(child: ChildHardware) -> tuple[XidEvent, ...]:
+def hear(child: ChildHardware) -> tuple[XidEvent | Alarm, ...]:
     """The next events."""
     for _ in range(100):
         events = child.wait(1)
@@ -275,6 +284,7 @@ def test_messages_arrive_whole_in_whatever_pieces_they_come() -> None:
     sent: list[messages.Message] = [
         messages.Scanned(scan, (CallError("nvmlInit", "unknown"),)),
         messages.News((XidEvent(None, 79, 1, 0),)),
+        messages.News((), (Alarm(GpuId("GPU-1"), Fault("fatal-poison", "spread")), Alarm(None))),
         messages.Failed("driver_failed", "why", "nvmlInit", None),
     ]
 
@@ -299,3 +309,11 @@ def test_messages_arrive_whole_in_whatever_pieces_they_come() -> None:
 def test_a_length_without_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="a message of 4294967295 bytes"):
         list(messages.Frames().feed(b"\xff\xff\xff\xff"))
+
+
+def test_other_events_come_through_the_child_too(child: ChildHardware, gpus: FakeNode) -> None:
+    child.scan()
+    gpus.event(2, 0x2000)
+    (alarm,) = hear(child)
+    assert isinstance(alarm, Alarm)
+    assert (alarm.gpu, alarm.fault and alarm.fault.code) == (uuid(gpus, 2), "fatal-poison")

@@ -13,7 +13,9 @@ from deviceplugin.casebook import Casebook
 from deviceplugin.doctor import Doctor
 from deviceplugin.health import Policy, Source
 from deviceplugin.model import (
+    Alarm,
     DriverInfo,
+    Fault,
     GpuId,
     Health,
     Held,
@@ -169,3 +171,13 @@ def test_an_event_of_no_whole_gpu_of_ours_touches_nothing(
 ) -> None:
     assert not practice.doctor.xid(event)
     assert practice.sick() == {}
+
+
+def test_an_alarm_with_a_fault_withdraws_and_any_asks_the_driver(practice: Practice) -> None:
+    assert practice.doctor.alarm(Alarm(gpu_id(2)))
+    assert practice.sick() == {}
+    assert practice.doctor.alarm(Alarm(gpu_id(2), Fault("fatal-poison", "spread")))
+    assert practice.sick() == {gpu_id(2): "fatal-poison"}
+    assert not practice.doctor.alarm(Alarm(None, Fault("fatal-poison", "spread")))
+    assert not practice.doctor.alarm(Alarm(GpuId("GPU-stranger")))
+    assert practice.sick() == {gpu_id(2): "fatal-poison"}

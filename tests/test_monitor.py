@@ -22,6 +22,7 @@ from deviceplugin.keeper import Keeper
 from deviceplugin.memory import Memory
 from deviceplugin.model import (
     Address,
+    Alarm,
     CallError,
     DriverInfo,
     Fault,
@@ -80,7 +81,7 @@ class ScriptedHardware:
             Reading(gpu.id, self.faults.get(gpu.id), gpu.id in reset) for gpu in self.result.gpus
         )
 
-    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+    def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
         try:
             event = self.events.get(timeout=timeout_s)
         except queue.Empty:
@@ -348,7 +349,7 @@ def test_a_hung_driver_is_no_reason_to_be_killed() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Hung(ScriptedHardware):
-        def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+        def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
             entered.set()
             leave.wait(10)
             return ()

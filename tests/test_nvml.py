@@ -24,6 +24,7 @@ from deviceplugin.errors import DriverMismatch, DriverMissing, HardwareError
 from deviceplugin.hardware.nvml.calls import bus_id
 from deviceplugin.model import (
     Address,
+    Alarm,
     CallError,
     DriverGpu,
     DriverInfo,
@@ -1117,6 +1118,34 @@ def test_errors_that_nobody_asks_for_do_not_pile_up(node: FakeNode, open_door: O
         door.read()
     assert door.errors() == (CallError("nvmlDeviceGetMemoryInfo", "unknown"),) * 1000
     assert door.errors() == ()
+
+
+# --- other events ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(0x2000, "fatal-poison"), (0x4000, "unavailable"), (0x8000, None)]
+)
+def test_events_that_concern_the_health_of_a_gpu_are_told(
+    kind: int, code: str | None, node: FakeNode, open_door: Open
+) -> None:
+    door = open_door(node)
+    door.scan()
+    node.event(1, 0x4)  # a change of the performance state
+    node.event(1, kind)
+    (alarm,) = door.wait(5)
+    assert isinstance(alarm, Alarm)
+    assert alarm.gpu == GpuId("GPU-1")
+    assert (alarm.fault.code if alarm.fault is not None else None) == code
+
+
+def test_only_events_that_a_gpu_can_report_are_asked_for(tmp_path: Path, open_door: Open) -> None:
+    node = FakeNode(tmp_path, [FakeGpu("GPU-0", "00000000:01:00.0", events=0x2008)])
+    door = open_door(node)
+    assert door.scan().gpus[0].events
+    node.event(0, 0x4000)
+    node.event(0, 0x2000)
+    assert [event.fault.code for event in door.wait(5) if isinstance(event, Alarm) and event.fault]
 
 
 # --- the condition of a GPU ------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from deviceplugin.model import Address, CallError, HostFacts, Reading, Scan, XidEvent
+from deviceplugin.model import Address, Alarm, CallError, HostFacts, Reading, Scan, XidEvent
 
 
 class Hardware(Protocol):
@@ -33,7 +33,7 @@ class Hardware(Protocol):
     def read(self) -> tuple[Reading, ...]:
         """Poll the GPUs of the last scan."""
 
-    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+    def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
         """Wait for events, at most ``timeout_s`` seconds.
 
         () before the time is up means that something may have changed without

@@ -27,7 +27,7 @@ from pathlib import Path
 from deviceplugin import errors
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware import messages
-from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, Alarm, CallError, Reading, Scan, XidEvent
 
 SCAN_TIMEOUT_S = 60.0
 """Opening the driver takes seconds for each GPU where no persistence daemon runs."""
@@ -76,7 +76,7 @@ class ChildHardware:
             raise self._nonsense(answer)
         return answer.readings
 
-    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+    def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
         if self._woken:
             self._woken = False  # while something else was asked
             return ()
@@ -87,7 +87,7 @@ class ChildHardware:
             raise _error(message)
         if not isinstance(message, messages.News):
             raise self._nonsense(message)
-        return message.events
+        return (*message.events, *message.alarms)
 
     def errors(self) -> tuple[CallError, ...]:
         found, self._errors = tuple(self._errors), []

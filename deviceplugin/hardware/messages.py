@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from deviceplugin.model import Address, CallError, Reading, Scan, XidEvent
+from deviceplugin.model import Address, Alarm, CallError, Reading, Scan, XidEvent
 
 LENGTH_BYTES = 4
 MESSAGE_MAX_BYTES = 16 * 1024 * 1024
@@ -56,6 +56,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     """Events; none means that there may be something to read."""
 
     events: tuple[XidEvent, ...]
+    alarms: tuple[Alarm, ...] = ()
     errors: tuple[CallError, ...] = ()
 
 

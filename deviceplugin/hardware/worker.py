@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deviceplugin.errors import HardwareError
 from deviceplugin.hardware import Hardware, messages
+from deviceplugin.model import Alarm, XidEvent
 
 WAIT_S = 0.1
 """The longest single wait for events; a request has to wait as long."""
@@ -70,7 +71,9 @@ def _wait(connection: socket.socket, hardware: Hardware) -> bool:
         return False
     errors = hardware.errors()
     if events or errors:
-        messages.send(connection, messages.News(events, errors))
+        xids = tuple(event for event in events if isinstance(event, XidEvent))
+        alarms = tuple(event for event in events if isinstance(event, Alarm))
+        messages.send(connection, messages.News(xids, alarms, errors))
     return True
 
 

@@ -42,6 +42,7 @@ from deviceplugin.hardware.nvml.condition import Conditions
 from deviceplugin.hardware.nvml.links import Links
 from deviceplugin.model import (
     Address,
+    Alarm,
     CallError,
     DriverGpu,
     DriverInfo,
@@ -59,6 +60,18 @@ _EVENTS_AT_ONCE = 64
 _NOT_FOUND = frozenset({pynvml.NVML_ERROR_NOT_FOUND})
 
 _NO_INSTANCE = 0xFFFFFFFF
+
+_ALARMS: dict[int, Fault | None] = {
+    number: fault
+    for name, fault in (
+        # of newer releases of the bindings, too
+        ("FatalPoisonError", Fault("fatal-poison", "poisoned data spread beyond one program")),
+        ("GpuUnavailableError", Fault("unavailable", "the driver says that it cannot be used")),
+        ("GpuRecoveryAction", None),
+    )
+    if (number := getattr(pynvml, f"nvmlEventType{name}", None)) is not None
+}
+"""Events other than Xids that are heard, where a GPU can report them."""
 
 
 class Nvml:
@@ -116,11 +129,11 @@ class Nvml:
     def read(self) -> tuple[Reading, ...]:
         return tuple(self._read(gpu, handle) for gpu, handle in self._handles.items())
 
-    def wait(self, timeout_s: float) -> tuple[XidEvent, ...]:
+    def wait(self, timeout_s: float) -> tuple[XidEvent | Alarm, ...]:
         if not self._listening:
             time.sleep(timeout_s)
             return ()
-        events: list[XidEvent] = []
+        events: list[XidEvent | Alarm] = []
         timeout_ms = max(1, round(timeout_s * 1000))
         for _ in range(_EVENTS_AT_ONCE):
             try:
@@ -131,6 +144,8 @@ class Nvml:
             self._stumbled = False
             if data.eventType == pynvml.nvmlEventTypeXidCriticalError:
                 events.append(self._xid_event(data))
+            elif data.eventType in _ALARMS:
+                events.append(Alarm(self._gpu_of(data.device), _ALARMS[data.eventType]))
             timeout_ms = 0  # take what is there already
         return tuple(events)
 
@@ -247,14 +262,12 @@ class Nvml:
             return gpu in self._listening
         try:
             kinds = self._calls.ask(pynvml.nvmlDeviceGetSupportedEventTypes, handle)
-            if kinds is not None and not kinds & pynvml.nvmlEventTypeXidCriticalError:
-                return False
-            self._calls.call(
-                pynvml.nvmlDeviceRegisterEvents,
-                handle,
-                pynvml.nvmlEventTypeXidCriticalError,
-                self._event_set,
-            )
+            wanted = pynvml.nvmlEventTypeXidCriticalError
+            if kinds is not None:
+                if not kinds & wanted:
+                    return False
+                wanted |= kinds & sum(_ALARMS)
+            self._calls.call(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._event_set)
         except (pynvml.NVMLError, GpuTrouble):
             return False
         self._listening.add(gpu)
