@@ -13,20 +13,19 @@ is back fails.
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import signal
 import socket
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from deviceplugin import __version__, kubelet, lifecycle, logs, standing
 from deviceplugin.casebook import Casebook
 from deviceplugin.checkpoint import Checkpoint
-from deviceplugin.clock import Clock, date
+from deviceplugin.clock import Clock
+from deviceplugin.commands import Commands
 from deviceplugin.config import Loaded, Settings, parse_address, socket_stem
 from deviceplugin.doctor import Doctor
 from deviceplugin.errors import ListTooLong
@@ -135,6 +134,7 @@ class Agent:
             policy,
             on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
         )
+        self._commands = Commands(self._monitor, casebook, clock, self._status)
         self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)
         self._can_watch = False
         self._started_s = clock.monotonic()
@@ -284,14 +284,7 @@ class Agent:
             self._look_soon()
             from deviceplugin.control import ControlServer
 
-            control = ControlServer(
-                Path(self._settings.state_dir),
-                {
-                    "status": self._status,
-                    "forget": lambda request: self._monitor.forget(str(request.get("device"))),
-                    "maintenance": self._maintain,
-                },
-            )
+            control = ControlServer(Path(self._settings.state_dir), self._commands.handlers())
             control.start()
             self._parts.append(control)
             if self._settings.metrics_address:
@@ -367,6 +360,9 @@ class Agent:
         stand = self._stand()
         return stand.ready, list(stand.lines)
 
+    def _status(self) -> dict[str, Any]:
+        return standing.status(self._settings, self._stand(), self._state, self._store.snapshot)
+
     def _stand(self) -> standing.Standing:
         state = self._state
         return standing.stand(
@@ -376,23 +372,3 @@ class Agent:
             no_kubelet=self._why_no_kubelet() if state.phase is Phase.NO_KUBELET else "",
             looking_for_s=self._clock.monotonic() - self._started_s,
         )
-
-    # --- commands ------------------------------------------------------------------------
-
-    def _maintain(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to ``deviceplugin maintenance``."""
-        names = [str(name) for name in request["gpus"]]
-        reason = str(request.get("reason") or "") if request["action"] == "start" else None
-        return self._monitor.maintain(names, reason)
-
-    def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to ``deviceplugin status``."""
-        answer = standing.status(self._settings, self._stand(), self._state, self._store.snapshot)
-        for device in answer["devices"]:
-            device["since"] = date(self._clock, device.pop("since_s"))
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "uptime_s": round(self._clock.monotonic() - self._started_s, 3),
-            **answer,
-        }

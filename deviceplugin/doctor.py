@@ -7,7 +7,7 @@ change, so that a restart of the plugin forgets no fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from deviceplugin import health, logs
@@ -45,6 +45,8 @@ class Doctor:
             casebook: what outlives the process; None: nothing does.
         """
         self.policy = policy
+        self.saved = True
+        """What is known outlives this process."""
         self._stats = stats
         self._clock = clock
         self._casebook = casebook
@@ -60,7 +62,7 @@ class Doctor:
         for gpu, record in self._casebook.recall().items():
             self._records[gpu] = health.tick(record, now_s)
             self._said[gpu] = verdict = health.judge(self._records[gpu], self.policy)
-            if verdict.reason:
+            if verdict.reason and verdict.reason != health.MAINTENANCE:
                 _log.warning(
                     "a fault of before still counts",
                     gpu=gpu,
@@ -133,11 +135,25 @@ class Doctor:
         for gpu, record in self._records.items():
             self._records[gpu] = health.on_silence(record, detail, now_s)
 
-    def change(self, gpus: Iterable[GpuId], how: Callable[[Record, float], Record]) -> None:
-        """What an operator wants."""
+    def say(
+        self, gpus: Iterable[GpuId], healthy: bool | None, reason: str, for_s: float | None
+    ) -> None:
+        """An operator says how GPUs are; with None he takes an earlier word back."""
         now_s = self._clock.boottime()
+        until_s = None if for_s is None else now_s + for_s
         for gpu in gpus:
-            self._records[gpu] = how(self._records.get(gpu) or health.new(now_s), now_s)
+            record = self._records.get(gpu) or health.new(now_s)
+            if healthy is None:
+                self._records[gpu] = health.on_clear(record, now_s)
+            else:
+                self._records[gpu] = health.on_word(record, healthy, reason, now_s, until_s)
+            _log.warning(
+                "operator's word",
+                gpu=gpu,
+                healthy="taken back" if healthy is None else healthy,
+                reason=reason,
+                for_s=for_s,
+            )
 
     # --- verdicts ---------------------------------------------------------------------
 
@@ -165,8 +181,7 @@ class Doctor:
         self._said = dict(verdicts)
         held = sum(verdict.held is Held.LIMIT for verdict in verdicts.values())
         self._stats.set("verdicts_held", to=held)
-        if self._casebook is not None:
-            self._casebook.save(self._records)
+        self.saved = self._casebook is not None and self._casebook.save(self._records)
 
     def _report(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> None:
         if was.health is not verdict.health:

@@ -8,7 +8,7 @@ in maintenance is left as it was known: nobody asks the driver for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deviceplugin.model import (
@@ -27,6 +27,8 @@ from deviceplugin.model import (
     Scan,
     Verdict,
 )
+
+ALL = "all"
 
 _NOT_LOOKED = NumaPlace(None, NumaSource.NO_BUS_ID)
 
@@ -100,6 +102,35 @@ def find(inventory: Inventory, name: str) -> Gpu | None:
             return gpu
     listed = [gpu for gpu in inventory.gpus if gpu.present or gpu.maintenance is not None]
     return next((gpu for gpu in listed if name == str(gpu.index)), None)
+
+
+def choose(
+    known: Inventory, names: Sequence[str], *, end: bool
+) -> tuple[tuple[GpuId, ...], tuple[str, ...]]:
+    """The GPUs that are meant, or why not, in sentences.
+
+    Args:
+        names: ids, PCI bus ids or indices; or "all" alone.
+        end: only those in maintenance are meant.
+    """
+    if list(names) == [ALL]:
+        found = [gpu for gpu in known.gpus if not end or gpu.maintenance is not None]
+        return tuple(gpu.id for gpu in found), () if found else ("no GPU is in maintenance",)
+    chosen: dict[GpuId, None] = {}
+    refused = []
+    for name in names:
+        gpu = find(known, name)
+        if name == ALL:
+            refused.append("'all' stands alone")
+        elif gpu is None:
+            refused.append(
+                f"{name} is no GPU's id, PCI bus id or index; 'deviceplugin status' shows them"
+            )
+        elif end and gpu.maintenance is None:
+            refused.append(f"{name} is not in maintenance")
+        else:
+            chosen[gpu.id] = None
+    return tuple(chosen), tuple(refused)
 
 
 def maintain(inventory: Inventory, gpus: Iterable[GpuId], how: Maintenance | None) -> Inventory:

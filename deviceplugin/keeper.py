@@ -36,8 +36,6 @@ from deviceplugin.roll import Roll
 from deviceplugin.stats import Stats
 from deviceplugin.store import Store
 
-ALL = "all"
-
 _log = logs.get("monitor")
 
 
@@ -85,6 +83,7 @@ class Keeper:
         self._roll = roll
         self._on_publishable = on_publishable
         self._recalled: Inventory | None = None
+        self._conditions: Mapping[GpuId, Reading] = {}
         self._too_long = 0
 
     # --- what is known ------------------------------------------------------------------
@@ -154,6 +153,7 @@ class Keeper:
             return True
         readings = tuple(readings)
         self._doctor.read(readings)
+        self._conditions = {reading.gpu: replace(reading, was_reset=False) for reading in readings}
         self._publish(found)
         answering = {reading.gpu for reading in readings if reading.fault is None}
         asked = {gpu.id for gpu in found.gpus if gpu.maintenance is None}
@@ -243,7 +243,7 @@ class Keeper:
         known, before = self.known, self._store.snapshot
         if known is None:
             return Maintained(("no GPU is known here, so there is none to withdraw",))
-        chosen, refused = _choose(known, names, end=reason is None)
+        chosen, refused = inventory.choose(known, names, end=reason is None)
         if refused:
             return Maintained(refused)
         now_s = self._clock.boottime()
@@ -260,6 +260,31 @@ class Keeper:
                 _log.info("maintenance ended", gpu=name)
         held = (self._roll.holders.held(named=True) if self._roll is not None else None) or {}
         return Maintained((), chosen, {name: held[name] for name in chosen if name in held}, saved)
+
+    def say(
+        self, names: Sequence[str], healthy: bool | None, reason: str, for_s: float | None
+    ) -> Maintained:
+        """An operator says how GPUs are.
+
+        Args:
+            names: as for ``maintain``.
+            healthy: None takes an earlier word back.
+            for_s: how long that is to count.
+        """
+        known, before = self._store.snapshot.inventory, self._store.snapshot
+        if known is None:
+            return Maintained(("no GPU is known here, so nothing can be said of one",))
+        chosen, refused = inventory.choose(known, names, end=False)
+        refused += tuple(
+            f"{gpu.id} is in maintenance: end that first"
+            for gpu in known.gpus
+            if gpu.id in chosen and gpu.maintenance is not None
+        )
+        if refused:
+            return Maintained(refused)
+        self._doctor.say(chosen, healthy, reason, for_s)
+        self._publish(known, before.trouble)
+        return Maintained((), chosen, saved=self._doctor.saved)
 
     # --- publishing -----------------------------------------------------------------------
 
@@ -293,6 +318,7 @@ class Keeper:
                 verdicts=verdicts,
                 devices=inventory.devices(merged, verdicts),
                 trouble=trouble,
+                conditions=self._conditions,
             )
         )
         if before.inventory is None:
@@ -329,30 +355,6 @@ class Keeper:
                     gpu=gpu.id,
                     why=gpu.numa.source.value,
                 )
-
-
-def _choose(
-    known: Inventory, names: Sequence[str], *, end: bool
-) -> tuple[tuple[GpuId, ...], tuple[str, ...]]:
-    """The GPUs that are meant, or why not."""
-    if list(names) == [ALL]:
-        found = [gpu for gpu in known.gpus if not end or gpu.maintenance is not None]
-        return tuple(gpu.id for gpu in found), () if found else ("no GPU is in maintenance",)
-    chosen: dict[GpuId, None] = {}
-    refused = []
-    for name in names:
-        gpu = inventory.find(known, name)
-        if name == ALL:
-            refused.append("'all' stands alone")
-        elif gpu is None:
-            refused.append(
-                f"{name} is no GPU's id, PCI bus id or index; 'deviceplugin status' shows them"
-            )
-        elif end and gpu.maintenance is None:
-            refused.append(f"{name} is not in maintenance")
-        else:
-            chosen[gpu.id] = None
-    return tuple(chosen), tuple(refused)
 
 
 def _log_found(gpu: Gpu) -> None:

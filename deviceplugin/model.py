@@ -392,6 +392,7 @@ class Snapshot:
         verdicts: for every GPU of the inventory.
         devices: what is published, in PCI order.
         trouble: why the driver cannot be read now; None when it can.
+        conditions: the last reading of each GPU that was read.
     """
 
     generation: int = 0
@@ -399,6 +400,7 @@ class Snapshot:
     verdicts: Mapping[GpuId, Verdict] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     trouble: Fault | None = None
+    conditions: Mapping[GpuId, Reading] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

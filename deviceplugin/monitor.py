@@ -170,6 +170,19 @@ class Monitor:
 
         return self._order(act, end_call=self._hardware.interrupt)
 
+    def say(
+        self, names: Sequence[str], healthy: bool | None, reason: str, for_s: float | None
+    ) -> dict[str, Any]:
+        """An operator's word; see ``Keeper.say``.
+
+        Returns:
+            The fields of ``Maintained``.
+        """
+        return self._order(
+            lambda: asdict(self._keeper.say(names, healthy, reason, for_s)),
+            end_call=self._hardware.wake,
+        )
+
     def _order(
         self, act: Callable[[], dict[str, Any]], end_call: Callable[[], None]
     ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from deviceplugin.config import Settings
 from deviceplugin.errors import DriverMissing, NoGpu
 from deviceplugin.lifecycle import Phase, State
-from deviceplugin.model import Snapshot
+from deviceplugin.model import GpuId, Reading, Snapshot, Verdict
 
 IDLE = "idle"
 
@@ -97,12 +97,35 @@ def status(
                 "pci_bus_id": gpus[device.gpu].pci_bus_id,
                 "health": device.health.value,
                 "numa_nodes": list(device.numa_nodes),
-                "reason": snapshot.verdicts[device.gpu].reason,
-                "detail": snapshot.verdicts[device.gpu].detail,
-                "since_s": snapshot.verdicts[device.gpu].since_s,
+                **_health(snapshot.verdicts[device.gpu]),
+                **_condition(snapshot.conditions.get(device.gpu)),
             }
             for device in snapshot.devices
         ],
+    }
+
+
+def _health(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "reason": verdict.reason,
+        "detail": verdict.detail,
+        "stage": verdict.stage.value,
+        "ends_with": verdict.ends_with,
+        "held": verdict.held.value if verdict.held is not None else None,
+        "since_s": verdict.since_s,
+    }
+
+
+def _condition(reading: Reading | None) -> dict[str, Any]:
+    """What was read; null is "not told"."""
+    if reading is None:
+        reading = Reading(GpuId(""))
+    return {
+        "recovery_action": reading.action.value if reading.action is not None else None,
+        "row_remap_pending": reading.remap.pending if reading.remap is not None else None,
+        "row_remap_failed": reading.remap.failed if reading.remap is not None else None,
+        "fabric": reading.fabric.value if reading.fabric is not None else None,
+        "uncorrected_errors": reading.uncorrected_errors,
     }
 
 
@@ -123,11 +146,19 @@ def rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def details(status: Mapping[str, Any]) -> list[str]:
-    """A line for each device that is not healthy: why, and since when (UTC)."""
-    return [
-        f"{device['id']}: {device['reason']} since"
-        f" {datetime.fromtimestamp(device['since'], UTC):%Y-%m-%d %H:%M:%S} UTC"
-        + (f": {device['detail']}" if device["detail"] else "")
-        for device in status["devices"]
-        if device["reason"]
-    ]
+    """A line for each device of which there is more to say: what is wrong with it, since
+    when (UTC), what ends that; and that it wants a reset some time."""
+    lines = []
+    for device in status["devices"]:
+        if device["reason"]:
+            since = datetime.fromtimestamp(device["since"], UTC)
+            stage = "recovering from " if device["stage"] == "recovering" else ""
+            held = f" ({device['held']})" if device["held"] else ""
+            text = f": {device['detail']}" if device["detail"] else ""
+            lines.append(
+                f"{device['id']}: {stage}{device['reason']}{held} since"
+                f" {since:%Y-%m-%d %H:%M:%S} UTC{text}; ends with: {device['ends_with']}"
+            )
+        if device["row_remap_pending"]:
+            lines.append(f"{device['id']}: memory rows wait to be remapped: reset when convenient")
+    return lines

@@ -15,6 +15,7 @@ from deviceplugin.model import (
     NumaSource,
     Scan,
     Snapshot,
+    Stage,
     Verdict,
 )
 
@@ -80,5 +81,12 @@ def snapshot(
     merged = inventory.merge(None, Scan(DriverInfo("550.54.15"), gpus), facts, 0.0)
     verdicts: dict[GpuId, Verdict] = {gpu.id: healthy(100.0) for gpu in gpus}
     for number, reason in (sick or {}).items():
-        verdicts[gpu_id(number)] = Verdict(Health.UNHEALTHY, reason, f"because of {reason}", 100.0)
+        verdicts[gpu_id(number)] = Verdict(
+            Health.UNHEALTHY,
+            reason,
+            f"because of {reason}",
+            100.0,
+            Stage.UNHEALTHY,
+            "a reset",
+        )
     return Snapshot(generation, merged, verdicts, inventory.devices(merged, verdicts))

@@ -74,5 +74,5 @@ def test_a_status_is_a_row_for_each_device_and_a_line_for_each_sick_one() -> Non
         ("1", gpu_id(1), "-", "Unhealthy xid-79"),
     ]
     assert details(told) == [
-        f"{gpu_id(1)}: xid-79 since 1970-01-02 00:00:00 UTC: because of xid-79"
+        f"{gpu_id(1)}: xid-79 since 1970-01-02 00:00:00 UTC: because of xid-79; ends with: a reset"
     ]
