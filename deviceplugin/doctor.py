@@ -45,7 +45,7 @@ class Doctor:
             casebook: what outlives the process; None: nothing does.
         """
         self.policy = policy
-        self.saved = True
+        self.saved = False
         """What is known outlives this process."""
         self._stats = stats
         self._clock = clock
@@ -172,30 +172,37 @@ class Doctor:
         return {gpu: health.judge(record, self.policy) for gpu, record in self._records.items()}
 
     def report(self, verdicts: Mapping[GpuId, Verdict]) -> None:
-        """Log and count what differs from what was said before, and remember it. After
-        the kubelet has been told: that is what matters."""
-        for gpu, verdict in verdicts.items():
-            was = self._said.get(gpu) or Verdict(Health.HEALTHY, "", "", 0.0)
-            if _gist(was) != _gist(verdict):
-                self._report(gpu, was, verdict)
+        """Remember, count and log what differs from what was said before. After the
+        kubelet has been told: that is what matters."""
+        well = Verdict(Health.HEALTHY, "", "", 0.0)
+        changed = [
+            (gpu, was, verdict)
+            for gpu, verdict in verdicts.items()
+            if _gist(was := self._said.get(gpu, well)) != _gist(verdict)
+        ]
         self._said = dict(verdicts)
         held = sum(verdict.held is Held.LIMIT for verdict in verdicts.values())
         self._stats.set("verdicts_held", to=held)
-        self.saved = self._casebook is not None and self._casebook.save(self._records)
-
-    def _report(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> None:
-        if was.health is not verdict.health:
-            self._stats.add("health_transitions", gpu, verdict.health.value)
         if self._casebook is not None:
-            entry = Entry(
-                round(self._clock.time(), 1),
-                gpu,
-                was.reason or "healthy",
-                verdict.reason or "healthy",
-                verdict.detail,
-                verdict.held.value if verdict.held is not None else "",
-            )
-            self._casebook.add(entry)
+            for gpu, was, verdict in changed:
+                self._casebook.add(self._entry(gpu, was, verdict))
+            self.saved = self._casebook.save(self._records)
+        for gpu, was, verdict in changed:
+            if was.health is not verdict.health:
+                self._stats.add("health_transitions", gpu, verdict.health.value)
+            self._log_change(gpu, was, verdict)
+
+    def _entry(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> Entry:
+        return Entry(
+            round(self._clock.time(), 1),
+            gpu,
+            was.reason or "healthy",
+            verdict.reason or "healthy",
+            verdict.detail,
+            verdict.held.value if verdict.held is not None else "",
+        )
+
+    def _log_change(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> None:
         fields: dict[str, Any] = {
             "gpu": gpu,
             "was": was.reason or "healthy",

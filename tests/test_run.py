@@ -536,6 +536,7 @@ def test_maintenance_withdraws_a_gpu_lets_go_of_it_and_survives_a_restart(
     machine.gpus.xid(5, 79)
     machine.gpus.xid(1, 79)
     node.wait_allocatable(5)
+    daemon.event("GPU unhealthy, not offered any more", gpu=machine.id(1))  # and remembered
     assert not [call for call in machine.gpus.calls() if call.endswith((" 0", " 5"))]
     daemon.stop(signal.SIGKILL)
     machine.gpus.forget_calls()
