@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deviceplugin import __version__, config
+from deviceplugin import __version__, config, healthcli
 from deviceplugin.errors import ConfigError, DevicePluginError, HardwareError, ProfileError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--reason", default="", help="shown in 'status' and the log")
     start.set_defaults(command=_maintenance, action="start")
     end.set_defaults(command=_maintenance, action="end", reason="")
+    healthcli.add_parsers(commands, settings, _load)
     demo = commands.add_parser(
         "demo", help="the plugin on simulated GPUs with an embedded kubelet, step by step"
     )

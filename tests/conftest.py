@@ -14,6 +14,7 @@ import pytest
 
 from tests import fakenvml
 from tests.daemon import Node, short_directory
+from tests.machine import Machine
 
 
 def _threads() -> set[threading.Thread]:
@@ -74,3 +75,8 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "CI" in os.environ:
             pytest.fail(str(error))
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def machine(node: Node, fake_library: Path) -> Machine:
+    return Machine(node.directory, fake_library, fakenvml.h100x8(node.directory / "nvml"))

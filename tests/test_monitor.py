@@ -213,7 +213,7 @@ def test_other_xids_are_counted_and_change_nothing(
 ) -> None:
     watched = start()
     watched.publishable.wait(5)
-    before = watched.store.snapshot
+    before = watched.wait_for(lambda found: bool(found.conditions))
     hardware.events.put(XidEvent(gpu_id(1), 13))
     hardware.events.put(XidEvent(None, 79))
     hardware.events.put(XidEvent(GpuId("GPU-stranger"), 79))

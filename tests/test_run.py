@@ -23,41 +23,9 @@ from deviceplugin.sim import profile
 from deviceplugin.sim.kubelet import Fault
 from tests import fakenvml
 from tests.daemon import RESOURCE, Daemon, Node, command, pod
-from tests.fakenvml import FakeNode
+from tests.machine import Machine
 
 H100X8 = ("--simulate", "h100x8")
-
-
-class Machine:
-    """A fake driver with its files, and the flags that point the daemon there."""
-
-    def __init__(self, directory: Path, library: Path, gpus: FakeNode) -> None:
-        self.gpus = gpus
-        fakenvml.write_sysfs(
-            directory / "sys",
-            {gpu.sysfs_id: number // 4 for number, gpu in gpus.gpus.items()},
-            {0: "0-15", 1: "16-31"},
-        )
-        fakenvml.write_dev(directory / "dev", gpus.gpus)
-        self.env = gpus.env()
-        self.flags: tuple[str, ...] = (
-            *("--driver-root", str(library.parent)),
-            *("--sysfs-root", str(directory / "sys")),
-            *("--dev-root", str(directory / "dev")),
-            *("--proc-root", str(directory / "proc")),
-            *("--poll-interval", "0.1"),
-        )
-
-    def start(self, node: Node, *flags: str) -> Daemon:
-        return node.start(*self.flags, *flags, env=self.env)
-
-    def id(self, number: int) -> str:
-        return self.gpus.gpus[number].uuid
-
-
-@pytest.fixture
-def machine(node: Node, fake_library: Path) -> Machine:
-    return Machine(node.directory, fake_library, fakenvml.h100x8(node.directory / "nvml"))
 
 
 # --- the driver's side ----------------------------------------------------------------
@@ -183,7 +151,7 @@ def test_a_driver_of_another_version_is_waited_for(node: Node, machine: Machine)
 
 
 def test_gpus_that_come_late_are_found(node: Node, fake_library: Path) -> None:
-    machine = Machine(node.directory, fake_library, FakeNode(node.directory / "nvml"))
+    machine = Machine(node.directory, fake_library, fakenvml.FakeNode(node.directory / "nvml"))
     node.kubelet.start()
     daemon = machine.start(node)
     daemon.wait_ready()

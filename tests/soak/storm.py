@@ -102,6 +102,8 @@ class Soak:
 
     def reset_sick(self) -> None:
         """A GPU that is reset does not answer for a while."""
+        if not self.sick:
+            return
         for number in sorted(self.sick):
             self.gpus.lose(number)
         time.sleep(1)
@@ -114,6 +116,7 @@ class Soak:
         for number in sorted(self.lost):
             self.gpus.restore(number)
         self.lost.clear()
+        self.reset_sick()
         while not self.node.kubelet.wait_allocatable(RESOURCE, GPUS, 5):
             if time.monotonic() > deadline_s:
                 seen = self.node.kubelet.allocatable(RESOURCE)
