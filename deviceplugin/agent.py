@@ -31,6 +31,7 @@ from deviceplugin.doctor import Doctor
 from deviceplugin.errors import ListTooLong
 from deviceplugin.hardware import Hardware, Host
 from deviceplugin.holders import Holders
+from deviceplugin.inbox import Inbox
 from deviceplugin.incarnation import Incarnations, say
 from deviceplugin.keeper import Keeper
 from deviceplugin.lifecycle import Phase
@@ -124,6 +125,7 @@ class Agent:
             clock,
             doctor,
             Roll(memory, holders, clock),
+            Inbox(Path(settings.state_dir), self._stats, clock),
             on_publishable=lambda: self._events.put(lifecycle.Publishable()),
         )
         self._monitor = Monitor(

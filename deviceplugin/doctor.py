@@ -135,6 +135,12 @@ class Doctor:
         for gpu, record in self._records.items():
             self._records[gpu] = health.on_silence(record, detail, now_s)
 
+    def advise(self, advice: Mapping[GpuId, Mapping[str, Fault]]) -> None:
+        """What others say of the GPUs, by source; no word of a GPU ends what was said."""
+        now_s = self._clock.boottime()
+        for gpu, record in self._records.items():
+            self._records[gpu] = health.on_advice(record, advice.get(gpu, {}), now_s, self.policy)
+
     def say(
         self, gpus: Iterable[GpuId], healthy: bool | None, reason: str, for_s: float | None
     ) -> None:

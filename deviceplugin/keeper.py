@@ -17,6 +17,7 @@ from deviceplugin.doctor import Doctor
 from deviceplugin.errors import HardwareError, ListTooLong, NoGpu
 from deviceplugin.hardware import Host
 from deviceplugin.health import Policy
+from deviceplugin.inbox import Inbox
 from deviceplugin.model import (
     Address,
     Alarm,
@@ -67,12 +68,14 @@ class Keeper:
         clock: Clock,
         doctor: Doctor,
         roll: Roll | None,
+        inbox: Inbox | None,
         on_publishable: Callable[[], None],
     ) -> None:
         """
         Args:
             doctor: judges what is heard.
             roll: devices that are known from before; None: none are.
+            inbox: what others say; None: nobody is heard.
             on_publishable: called once, when there is a first device to serve.
         """
         self._host = host
@@ -81,6 +84,7 @@ class Keeper:
         self._clock = clock
         self._doctor = doctor
         self._roll = roll
+        self._inbox = inbox
         self._on_publishable = on_publishable
         self._recalled: Inventory | None = None
         self._conditions: Mapping[GpuId, Reading] = {}
@@ -153,11 +157,26 @@ class Keeper:
             return True
         readings = tuple(readings)
         self._doctor.read(readings)
+        self._take_advice(found)
         self._conditions = {reading.gpu: replace(reading, was_reset=False) for reading in readings}
         self._publish(found)
         answering = {reading.gpu for reading in readings if reading.fault is None}
         asked = {gpu.id for gpu in found.gpus if gpu.maintenance is None}
         return answering >= asked and not found.unreadable
+
+    def _take_advice(self, known: Inventory) -> None:
+        """Look into the inbox."""
+        if self._inbox is None:
+            return
+        advice: dict[GpuId, dict[str, Fault]] = {}
+        for each in self._inbox.look():
+            gpu = inventory.find(known, each.gpu)
+            if gpu is None or each.gpu == str(gpu.index):
+                self._inbox.refuse(each, f"{each.gpu} is no GPU's id or PCI bus id here")
+                continue
+            fault = Fault(f"inbox-{each.source}", each.reason)
+            advice.setdefault(gpu.id, {})[each.source] = fault
+        self._doctor.advise(advice)
 
     def events(self, events: Iterable[XidEvent | Alarm]) -> bool:
         """The driver reported something.

@@ -68,6 +68,7 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "GPUs that stay offered because too many would be withdrawn within ten minutes.",
         (),
     ),
+    "inbox_bad_files": ("Files in the inbox of verdicts that are ignored, being wrong.", ()),
     "config_refused": ("1 while the configuration file is wrong and not in use, else 0.", ()),
     "monitoring_lost": ("1 while the driver has not been heard of for too long, else 0.", ()),
     "monitor_last_success_timestamp_seconds": (

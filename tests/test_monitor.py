@@ -128,7 +128,7 @@ class Watched:
         policy = policy or Policy(poll_interval_s, health=AT_ONCE)
         doctor = Doctor(self.stats, clock, policy.health)
         keeper = Keeper(
-            OneNode(), self.store, self.stats, clock, doctor, roll, self.publishable.set
+            OneNode(), self.store, self.stats, clock, doctor, roll, None, self.publishable.set
         )
         self.monitor = Monitor(
             hardware,
@@ -356,7 +356,7 @@ def test_a_hung_driver_is_no_reason_to_be_killed() -> None:
 
     clock = LateClock()
     doctor = Doctor(Stats(), clock, AT_ONCE)
-    keeper = Keeper(OneNode(), Store(), Stats(), clock, doctor, None, lambda: None)
+    keeper = Keeper(OneNode(), Store(), Stats(), clock, doctor, None, None, lambda: None)
     watching = Monitor(
         Hung(), keeper, Stats(), clock, Policy(poll_interval_s=3600), on_crash=lambda _: None
     )

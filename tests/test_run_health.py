@@ -179,6 +179,19 @@ def test_an_operators_word_counts_until_it_is_taken_back(
     assert node.kubelet.allocatable(RESOURCE) == 8
 
 
+def test_another_ones_verdict_comes_and_expires(node: Node, machine: Machine, well: Daemon) -> None:
+    folder = node.directory / "state/verdicts.d"
+    folder.mkdir()
+    said = {"gpu": machine.id(5), "verdict": "unhealthy", "reason": "diag", "source": "dcgm"}
+    (folder / "new").write_text(json.dumps({**said, "ttl_s": 2}))
+    (folder / "new").rename(folder / "dcgm.json")
+    (folder / "bad.json").write_text("{")
+    node.wait_allocatable(7)
+    assert well.event(OUT, gpu=machine.id(5))["reason"] == "inbox-dcgm"
+    well.event("verdict ignored", file=str(folder / "bad.json"))
+    node.wait_allocatable(8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

@@ -19,7 +19,7 @@ set, ``judgement`` turns records into verdicts. Here is what each source means:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from deviceplugin.health.catalog import ENDS, FOLLOWERS, FOLLOWS_WITHIN_S, Cure, Effect, lookup
@@ -55,6 +55,7 @@ __all__ = [
     "judge",
     "lookup",
     "new",
+    "on_advice",
     "on_clear",
     "on_event",
     "on_missing",
@@ -246,6 +247,24 @@ def on_word(
         return replace(recovered(record, now_s), hold_down_s=0.0, excused_until_s=until_s)
     case = Case(Source.OPERATOR, _SET, reason, now_s, until_s=until_s, hold=False)
     return replace(open_case(record, case, 0.0), excused_until_s=None)
+
+
+def on_advice(record: Record, advice: Mapping[str, Fault], now_s: float, policy: Policy) -> Record:
+    """After a look at what others say.
+
+    Args:
+        advice: by source, what each says is wrong now.
+    """
+    if _in_maintenance(record):
+        return record
+    reasons = {fault.code for fault in advice.values()}
+    record = close_cases(
+        record, lambda case: case.source is Source.INBOX and case.reason not in reasons, now_s
+    )
+    for fault in advice.values():
+        case = Case(Source.INBOX, fault.code, fault.detail, now_s, hold=False)
+        record = open_case(record, case, policy.hold_down_s)
+    return record
 
 
 def on_clear(record: Record, now_s: float) -> Record:
