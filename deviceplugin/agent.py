@@ -109,7 +109,12 @@ class Agent:
         self._stats.set("registered", settings.resource_name, to=0)
         resource = settings.resource_name
         self._incarnations = Incarnations(
-            self._directory, resource, self._store, self._stats, self._events.put
+            self._directory,
+            resource,
+            self._store,
+            self._stats,
+            self._events.put,
+            check_before_start=settings.health_check_before_start,
         )
         holders = Holders(
             Checkpoint(self._directory, resource), Path(settings.pod_resources_socket), resource

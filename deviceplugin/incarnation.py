@@ -33,9 +33,12 @@ class Incarnations:
         store: Store,
         stats: Stats,
         put: Callable[[lifecycle.Event], None],
+        *,
+        check_before_start: bool,
     ) -> None:
         """
         Args:
+            check_before_start: as for ``Servicer``.
             put: takes events, from any thread.
         """
         self._directory = directory
@@ -44,6 +47,7 @@ class Incarnations:
         self._store = store
         self._stats = stats
         self._put = put
+        self._check_before_start = check_before_start
         self._number = 0
         self._server: server.PluginServer | None = None
         self._registration: kubelet.Registration | None = None
@@ -56,6 +60,7 @@ class Incarnations:
             self._store,
             self._stats,
             on_streams=lambda n: self._put(lifecycle.Streams(number, n)),
+            check_before_start=self._check_before_start,
         )
         server.remove_stale(self._directory, self._stem)  # of a plugin that was killed
         path = self._directory / server.socket_name(self._stem)

@@ -39,23 +39,34 @@ class Servicer(DevicePluginServicer):
     """Serves one resource from the store."""
 
     def __init__(
-        self, store: Store, stats: Stats, on_streams: Callable[[int], None] = lambda _: None
+        self,
+        store: Store,
+        stats: Stats,
+        on_streams: Callable[[int], None] = lambda _: None,
+        *,
+        check_before_start: bool = False,
     ) -> None:
         """
         Args:
+            check_before_start: refuse to start a container on a GPU that is not healthy.
             on_streams: told the number of open streams whenever it changes, in
                 order; from any thread, so it must only pass it on.
         """
         self._store = store
         self._stats = stats
         self._on_streams = on_streams
+        self._check_before_start = check_before_start
         self._lock = threading.Lock()
         self._streams = 0
 
     def GetDevicePluginOptions(
         self, request: pb.Empty, context: grpc.ServicerContext
     ) -> pb.DevicePluginOptions:
-        return self._answer("GetDevicePluginOptions", context, wire.options)
+        return self._answer(
+            "GetDevicePluginOptions",
+            context,
+            lambda: wire.options(pre_start=self._check_before_start),
+        )
 
     def ListAndWatch(
         self, request: pb.Empty, context: grpc.ServicerContext
@@ -131,7 +142,12 @@ class Servicer(DevicePluginServicer):
     def PreStartContainer(
         self, request: pb.PreStartContainerRequest, context: grpc.ServicerContext
     ) -> pb.PreStartContainerResponse:
-        return self._answer("PreStartContainer", context, pb.PreStartContainerResponse)
+        def check() -> pb.PreStartContainerResponse:
+            if self._check_before_start:
+                allocation.plan(self._store.snapshot, request.devices_ids)
+            return pb.PreStartContainerResponse()
+
+        return self._answer("PreStartContainer", context, check)
 
     # --- the rest -------------------------------------------------------------------
 

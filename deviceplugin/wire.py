@@ -14,9 +14,15 @@ MESSAGE_MAX_BYTES = 4 * 1024 * 1024
 """The kubelet refuses a larger message and then counts no devices at all."""
 
 
-def options() -> pb.DevicePluginOptions:
-    """What this plugin offers beyond the obligatory."""
-    return pb.DevicePluginOptions(pre_start_required=False, get_preferred_allocation_available=True)
+def options(*, pre_start: bool = False) -> pb.DevicePluginOptions:
+    """What this plugin offers beyond the obligatory.
+
+    Args:
+        pre_start: it wants to be asked before each start of a container.
+    """
+    return pb.DevicePluginOptions(
+        pre_start_required=pre_start, get_preferred_allocation_available=True
+    )
 
 
 def device_list(devices: Iterable[Device]) -> pb.ListAndWatchResponse:

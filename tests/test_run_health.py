@@ -192,6 +192,19 @@ def test_another_ones_verdict_comes_and_expires(node: Node, machine: Machine, we
     node.wait_allocatable(8)
 
 
+def test_a_crash_loop_on_a_sick_gpu_ends_if_that_is_wanted(node: Node, machine: Machine) -> None:
+    node.kubelet.start()
+    machine.start(node, "--health-check-before-start")
+    node.wait_allocatable(8)
+    looping = pod("looping", 1)
+    assert node.kubelet.admit(looping).admitted
+    node.kubelet.restart_container(looping, looping.containers[0])
+    machine.gpus.xid(0, 79)
+    node.wait_allocatable(7)
+    with pytest.raises(Exception, match=r"unhealthy: .* \(xid-79\)"):
+        node.kubelet.restart_container(looping, looping.containers[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

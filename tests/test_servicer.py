@@ -33,13 +33,19 @@ class Plugin:
     """A served store, and a client for it."""
 
     directory: Path
+    check_before_start: bool = False
     store: Store = field(default_factory=Store)
     stats: Stats = field(default_factory=Stats)
     stream_counts: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         self.store.publish(snapshot([0, 0, 1, None], sick={1: "xid-79"}))
-        servicer = Servicer(self.store, self.stats, self.stream_counts.put)
+        servicer = Servicer(
+            self.store,
+            self.stats,
+            self.stream_counts.put,
+            check_before_start=self.check_before_start,
+        )
         self.server = server.PluginServer(self.directory / server.socket_name(STEM), servicer)
         self.channel = grpc.insecure_channel(f"unix:{self.server.path}")
         self.stub = DevicePluginStub(self.channel)
@@ -196,6 +202,18 @@ def test_a_preference_that_cannot_be_is_invalid(plugin: Plugin) -> None:
         prefer(plugin, ([0], [2], 1))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert gpu_id(2) in (caught.value.details() or "")
+
+
+def test_before_a_start_the_gpus_are_checked_if_that_is_wanted(tmp_path: Path) -> None:
+    with contextlib.closing(Plugin(tmp_path, check_before_start=True)) as plugin:
+        assert plugin.stub.GetDevicePluginOptions(pb.Empty(), timeout=5).pre_start_required
+        well = pb.PreStartContainerRequest(devices_ids=[gpu_id(0)])
+        assert plugin.stub.PreStartContainer(well, timeout=5) == pb.PreStartContainerResponse()
+        sick = pb.PreStartContainerRequest(devices_ids=[gpu_id(0), gpu_id(1)])
+        with pytest.raises(grpc.RpcError) as caught:
+            plugin.stub.PreStartContainer(sick, timeout=5)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert caught.value.details() == f"unhealthy: {gpu_id(1)} (xid-79)"
 
 
 def test_pre_start_is_answered_although_nobody_should_ask(plugin: Plugin) -> None:

@@ -184,6 +184,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     health_unknown_xids: Annotated[
         XidEffect, Meta(description="what an Xid does that the vendor's catalog does not have")
     ] = "report"
+    health_check_before_start: Annotated[
+        bool,
+        Meta(
+            description="refuse to start, or to start again, a container on a GPU that is"
+            " unhealthy, so that a crash loop on it ends"
+        ),
+    ] = False
     require_gpu: Annotated[
         bool,
         Meta(description="not ready while there is no driver or no GPU; else a node without is"),
