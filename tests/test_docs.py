@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 from deviceplugin import config
+from deviceplugin.health.catalog import CATALOG
+from deviceplugin.health.record import OBSERVABLE, Source
 
 ROOT = Path(__file__).parent.parent
+HEALTH = (ROOT / "docs/health.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -29,6 +32,29 @@ def test_the_readme_lists_every_setting_as_it_is() -> None:
     _, rest = README.split("<!-- settings: checked by tests/test_docs.py -->\n")
     table, _ = rest.split("\n<!-- end of settings -->")
     assert table == settings_table()
+
+
+def xid_table() -> str:
+    """The table of docs/health.md, from the catalog itself."""
+    lines = ["| Xid | what it is | class | action | here | why |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {xid.code} | {xid.text} | {xid.kind} | {xid.action or '-'} | {xid.effect.value}"
+        f" | {xid.why} |"
+        for xid in CATALOG.values()
+    ]
+    return "\n".join(lines)
+
+
+def test_the_health_page_lists_every_xid_as_it_is() -> None:
+    _, rest = HEALTH.split("<!-- xids: checked by tests/test_docs.py -->\n")
+    table, _ = rest.split("\n<!-- end of xids -->")
+    assert table == xid_table()
+
+
+def test_the_health_page_names_every_source_that_can_be_observed() -> None:
+    named = set(re.findall(r"^\| `[^|]*\| ([^|]*) \|", HEALTH, re.MULTILINE))
+    sources = {source.value for source in OBSERVABLE if source is not Source.KERNEL_LOG}
+    assert {name for cell in named for name in re.findall(r"`([^`]+)`", cell)} == sources
 
 
 def test_the_readme_names_every_shipped_profile() -> None:
