@@ -30,6 +30,7 @@ from deviceplugin.config import Loaded, Settings, parse_address, socket_stem
 from deviceplugin.doctor import Doctor
 from deviceplugin.errors import ListTooLong
 from deviceplugin.hardware import Hardware, Host
+from deviceplugin.hardware.kmsg import open_log
 from deviceplugin.holders import Holders
 from deviceplugin.inbox import Inbox
 from deviceplugin.incarnation import Incarnations, say
@@ -140,6 +141,11 @@ class Agent:
             clock,
             policy,
             on_crash=lambda cause: self._events.put(_Crash("monitor", cause)),
+            kernel_log=(
+                open_log(Path(settings.dev_root) / "kmsg")
+                if settings.health_kernel_log == "on"
+                else None
+            ),
         )
         self._commands = Commands(self._monitor, casebook, clock, self._status)
         self._late = threading.Thread(target=self._start_late, name="late start", daemon=True)

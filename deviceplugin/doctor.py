@@ -21,6 +21,7 @@ from deviceplugin.model import (
     GpuId,
     Health,
     Held,
+    LoggedXid,
     Reading,
     Stage,
     Verdict,
@@ -108,6 +109,15 @@ class Doctor:
             return False
         self._records[event.gpu] = health.on_xid(record, event.xid, now_s, self.policy)
         return effect is Effect.ASK
+
+    def logged(self, gpu: GpuId, entry: LoggedXid) -> None:
+        """An Xid of this GPU stands in the kernel's log; the driver may have told it, too."""
+        if (record := self._records.get(gpu)) is None:
+            return
+        after = health.on_logged(record, entry.xid, entry.at_s, self.policy)
+        if len(after.cases) > len(record.cases):
+            _log.warning("Xid error in the kernel log", gpu=gpu, xid=entry.xid)
+        self._records[gpu] = after
 
     def alarm(self, alarm: Alarm) -> bool:
         """The driver reported something else; as for ``xid``."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deviceplugin import health, inventory, logs, wire
+from deviceplugin import health, inventory, logs, scanlog, wire
 from deviceplugin.clock import Clock
 from deviceplugin.doctor import Doctor
 from deviceplugin.errors import HardwareError, ListTooLong, NoGpu
@@ -22,10 +22,10 @@ from deviceplugin.model import (
     Address,
     Alarm,
     Fault,
-    Gpu,
     GpuId,
     Health,
     Inventory,
+    LoggedXid,
     Maintenance,
     Reading,
     Scan,
@@ -131,7 +131,7 @@ class Keeper:
             merged = self._roll.settle(merged)
         changes = inventory.diff(known, merged)
         if not merged.gpus:
-            _log_unreadable(merged)
+            scanlog.log_unreadable(merged)
             if not merged.unreadable:
                 raise NoGpu("the driver lists no GPU")
             raise HardwareError(
@@ -139,7 +139,7 @@ class Keeper:
             )
         if before.trouble is not None:
             _log.info("driver can be used again", gpus=len(merged.gpus))
-        self._log_scan(known, merged, changes)
+        scanlog.log_scan(known, merged, changes, first=known is self._recalled)
         if self._fits(merged):
             self._doctor.scanned(merged.gpus)
             self._publish(merged)
@@ -190,6 +190,15 @@ class Keeper:
         ]
         self.tick()
         return any(ask)
+
+    def logged(self, entries: Iterable[LoggedXid]) -> None:
+        """Xid errors were found in the kernel's log."""
+        found = self._store.snapshot.inventory
+        by_place = {gpu.pci_bus_id: gpu.id for gpu in found.gpus} if found is not None else {}
+        for entry in entries:
+            if (gpu := by_place.get(entry.pci_bus_id)) is not None:
+                self._doctor.logged(gpu, entry)
+        self.tick()
 
     def tick(self) -> None:
         """Time may have changed a verdict."""
@@ -345,50 +354,3 @@ class Keeper:
         saved = self._roll.save(merged) if self._roll is not None else False
         self._doctor.report(verdicts)
         return saved
-
-    # --- the log --------------------------------------------------------------------------
-
-    def _log_scan(
-        self, before: Inventory | None, after: Inventory, changes: inventory.Difference
-    ) -> None:
-        for gpu in changes.added:
-            _log_found(gpu)
-        for gpu in changes.returned:
-            _log.info("GPU is back", gpu=gpu.id, pci=gpu.pci_bus_id)
-        for gpu in changes.gone:
-            _log.warning("GPU is gone, stays listed as unhealthy", gpu=gpu.id, pci=gpu.pci_bus_id)
-        if before is None or before.unreadable != after.unreadable:
-            _log_unreadable(after)
-        if before is self._recalled:
-            for gpu in after.gpus:
-                if not gpu.present and gpu.maintenance is None:
-                    _log.error(
-                        "GPU is missing, listed as unhealthy until it is back or forgotten",
-                        gpu=gpu.id,
-                        pci=gpu.pci_bus_id,
-                    )
-        if changes.added:
-            for gpu in inventory.missing_hints(after):
-                _log.warning(
-                    "GPU has no NUMA hint while others have one: it cannot serve aligned requests",
-                    gpu=gpu.id,
-                    why=gpu.numa.source.value,
-                )
-
-
-def _log_found(gpu: Gpu) -> None:
-    _log.info(
-        "GPU found",
-        gpu=gpu.id,
-        index=gpu.index,
-        model=gpu.model,
-        pci=gpu.pci_bus_id,
-        numa=gpu.numa.node,
-        numa_from=gpu.numa.source.value,
-        xid_events=gpu.events,
-    )
-
-
-def _log_unreadable(found: Inventory) -> None:
-    for bad in found.unreadable:
-        _log.error("GPU unreadable", index=bad.index, code=bad.fault.code, why=bad.fault.detail)

@@ -147,6 +147,19 @@ class Alarm:
     fault: Fault | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedXid:
+    """An Xid error that stands in the kernel's log.
+
+    Attributes:
+        at_s: when, in seconds since the machine started; at the earliest.
+    """
+
+    pci_bus_id: str
+    xid: int
+    at_s: float
+
+
 class RecoveryAction(enum.Enum):
     """What the driver says has to be done about a GPU; the values are part of reasons."""
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deviceplugin import logs
 from deviceplugin.clock import Clock
@@ -24,6 +24,9 @@ from deviceplugin.health import Policy as HealthPolicy
 from deviceplugin.keeper import Keeper
 from deviceplugin.model import Fault
 from deviceplugin.stats import Stats
+
+if TYPE_CHECKING:
+    from deviceplugin.hardware.kmsg import KernelLog
 
 WAIT_S = 2.0
 """The longest single wait for events; a stop ends it early."""
@@ -79,9 +82,11 @@ class Monitor:
         clock: Clock,
         policy: Policy,
         on_crash: Callable[[BaseException], None],
+        kernel_log: KernelLog | None = None,
     ) -> None:
         """
         Args:
+            kernel_log: a second source of Xids; None: there is none.
             on_crash: called when the thread ends by a fault of ours.
         """
         self._policy = policy
@@ -90,6 +95,7 @@ class Monitor:
         self._stats = stats
         self._clock = clock
         self._on_crash = on_crash
+        self._kernel_log = kernel_log
         self._stop = threading.Event()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._orders = queue.SimpleQueue()
@@ -225,6 +231,9 @@ class Monitor:
             self._hardware.close()
         except BaseException as error:  # noqa: BLE001  # a thread that dies must be heard of
             self._on_crash(error)
+        finally:
+            if self._kernel_log is not None:
+                self._kernel_log.close()
 
     def _beat(self, *, in_driver: bool) -> None:
         self._beat_s = self._clock.monotonic()
@@ -273,6 +282,8 @@ class Monitor:
                 self._keeper.tick()
             elif now_s - asked_s < wait_s - 0.005:
                 poll_due_s = now_s  # an early return without events: look
+            if self._kernel_log is not None and (logged := self._kernel_log.read()):
+                self._keeper.logged(logged)
             self._obey()
             if self._begin_anew:
                 return

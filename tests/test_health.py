@@ -212,6 +212,17 @@ def test_uncorrected_errors_alone_are_no_verdict() -> None:
     assert on_reading(WELL, replace(OK, uncorrected_errors=7), 8.0, POLICY) is WELL
 
 
+def test_what_was_logged_before_a_gpu_was_known_to_be_good_is_history() -> None:
+    assert health.on_logged(WELL, 79, 1.0, POLICY) is WELL
+    sick = health.on_logged(WELL, 79, 1.1, POLICY)
+    assert (reason(sick), sick.cases[0].source) == ("xid-79", Source.KERNEL_LOG)
+    again = on_xid(WELL, 79, 7.0, POLICY)
+    assert health.on_logged(again, 79, 7.0, POLICY).cases == again.cases, "it was told before"
+    recovering = on_reading(again, RESET, 9.0, POLICY)
+    assert health.on_logged(recovering, 79, 7.0, POLICY) is recovering
+    assert reason(health.on_logged(recovering, 79, 9.5, POLICY)) == "xid-79"
+
+
 def test_an_event_that_asks_for_a_reset_ends_with_one() -> None:
     record = health.on_event(WELL, Fault("poison", "fatal poison"), 7.0, POLICY)
     assert reason(on_reading(record, OK, 8.0, POLICY)) == "poison"

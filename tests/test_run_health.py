@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,20 @@ def test_an_operators_word_counts_until_it_is_taken_back(
     machine.gpus.xid(2, 64)
     well.event("GPU stays offered in spite of a fault", held="an operator wants it offered")
     assert node.kubelet.allocatable(RESOURCE) == 8
+
+
+def test_the_kernels_log_is_heard_if_that_is_wanted(node: Node, machine: Machine) -> None:
+    os.mkfifo(node.directory / "dev/kmsg")
+    node.kubelet.start()
+    daemon = machine.start(node, "--health-kernel-log", "on")
+    node.wait_allocatable(8)
+    place = machine.gpus.gpus[2].sysfs_id.removesuffix(".0")
+    now_us = round(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6) + 1000
+    with (node.directory / "dev/kmsg").open("w") as log:
+        log.write(f"3,1,1000,-;NVRM: Xid (PCI:{place}): 95, of long ago\n")
+        log.write(f"3,2,{now_us},-;NVRM: Xid (PCI:{place}): 119, pid=1\n")
+    node.wait_allocatable(7)
+    assert daemon.event(OUT, gpu=machine.id(2))["reason"] == "xid-119"
 
 
 def test_another_ones_verdict_comes_and_expires(node: Node, machine: Machine, well: Daemon) -> None:

@@ -184,6 +184,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     health_unknown_xids: Annotated[
         XidEffect, Meta(description="what an Xid does that the vendor's catalog does not have")
     ] = "report"
+    health_kernel_log: Annotated[
+        Literal["off", "on"],
+        Meta(
+            description="hear Xid errors from the kernel's log, too: needs kmsg in dev-root and"
+            " the right to read it"
+        ),
+    ] = "off"
     health_check_before_start: Annotated[
         bool,
         Meta(

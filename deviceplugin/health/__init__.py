@@ -58,6 +58,7 @@ __all__ = [
     "on_advice",
     "on_clear",
     "on_event",
+    "on_logged",
     "on_missing",
     "on_reading",
     "on_scan",
@@ -113,6 +114,17 @@ def on_xid(
     known = lookup(code)
     case = Case(source, f"xid-{code}", f"Xid {code}: {known.text}", now_s, known.cure)
     return open_case(record, case, policy.hold_down_s)
+
+
+def on_logged(record: Record, code: int, at_s: float, policy: Policy) -> Record:
+    """After an Xid in the kernel's log; what is from before the GPU was last known to be
+    good is history."""
+    known_good_s = record.well_since_s
+    if record.hold_until_s is not None:
+        known_good_s = record.hold_until_s - record.hold_down_s
+    if at_s <= known_good_s:
+        return record
+    return on_xid(record, code, at_s, policy, Source.KERNEL_LOG)
 
 
 def on_event(record: Record, fault: Fault, now_s: float, policy: Policy) -> Record:
