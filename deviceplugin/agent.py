@@ -123,7 +123,13 @@ class Agent:
         memory = Memory(Path(settings.state_dir), self._memory_name(), self._stats, clock)
         policy = Policy.of(settings)
         casebook = Casebook(Path(settings.state_dir), self._memory_name(), self._stats, clock)
-        doctor = Doctor(self._stats, clock, policy.health, casebook)
+        doctor = Doctor(
+            self._stats,
+            clock,
+            policy.health,
+            casebook,
+            holders=lambda: holders.held(named=True) or {},
+        )
         keeper = Keeper(
             host,
             self._store,

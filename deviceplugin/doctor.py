@@ -7,13 +7,13 @@ change, so that a restart of the plugin forgets no fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from deviceplugin import health, logs
 from deviceplugin.casebook import Casebook, Entry
 from deviceplugin.clock import Clock
-from deviceplugin.health import Effect, Policy, Record
+from deviceplugin.health import Cure, Effect, Policy, Record
 from deviceplugin.model import (
     Alarm,
     Fault,
@@ -39,11 +39,17 @@ class Doctor:
     """Used by the monitor's thread alone."""
 
     def __init__(
-        self, stats: Stats, clock: Clock, policy: Policy, casebook: Casebook | None = None
+        self,
+        stats: Stats,
+        clock: Clock,
+        policy: Policy,
+        casebook: Casebook | None = None,
+        holders: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """
         Args:
             casebook: what outlives the process; None: nothing does.
+            holders: which device is held by whom, in words; may take a second.
         """
         self.policy = policy
         self.saved = False
@@ -51,6 +57,7 @@ class Doctor:
         self._stats = stats
         self._clock = clock
         self._casebook = casebook
+        self._holders = holders
         self._records: dict[GpuId, Record] = {}
         self._said: dict[GpuId, Verdict] = {}
         self._logged: dict[tuple[GpuId | None, int], float] = {}
@@ -207,6 +214,11 @@ class Doctor:
             if was.health is not verdict.health:
                 self._stats.add("health_transitions", gpu, verdict.health.value)
             self._log_change(gpu, was, verdict)
+        reset = [gpu for gpu, was, verdict in changed if _was_reset(was, verdict)]
+        held_by = self._holders() if reset else {}
+        for gpu in reset:
+            if (holder := held_by.get(gpu)) is not None:
+                _log.warning("GPU was reset while a pod held it", gpu=gpu, holder=holder)
 
     def _entry(self, gpu: GpuId, was: Verdict, verdict: Verdict) -> Entry:
         return Entry(
@@ -265,3 +277,8 @@ def _gist(verdict: Verdict) -> tuple[object, ...]:
     """What of a verdict is worth a word when it changes."""
     recovering = verdict.stage is Stage.RECOVERING
     return verdict.health, verdict.reason, verdict.held, recovering
+
+
+def _was_reset(was: Verdict, verdict: Verdict) -> bool:
+    """Whether a reset has ended what was wrong."""
+    return was.ends_with == Cure.RESET.value and verdict.stage is Stage.RECOVERING

@@ -57,8 +57,10 @@ def test_a_fault_a_reset_and_a_hold_down_bring_a_gpu_back(
     machine: Machine,
 ) -> None:
     node.kubelet.start()
-    daemon = machine.start(node, "--health-hold-down", "0.5")
+    pods = ("--pod-resources-socket", str(node.directory / "pods/kubelet.sock"))
+    daemon = machine.start(node, "--health-hold-down", "0.5", *pods)
     node.wait_allocatable(8)
+    assert node.kubelet.admit(pod("holder", 4)).admitted
     machine.gpus.xid(3, 109)
     node.wait_allocatable(7)
     event = daemon.event(OUT, gpu=machine.id(3))
@@ -68,6 +70,8 @@ def test_a_fault_a_reset_and_a_hold_down_bring_a_gpu_back(
     machine.gpus.await_call("nvmlShutdown")  # the plugin opens the driver anew, to see
     machine.gpus.restore(3)
     daemon.event("GPU recovering", gpu=machine.id(3))
+    reset = daemon.event("GPU was reset while a pod held it", gpu=machine.id(3))
+    assert reset["holder"] == "pod default/holder"
     assert node.kubelet.allocatable(RESOURCE) == 7
     node.wait_allocatable(8)
     told = command("health", "history", *state(node)).stdout
