@@ -60,6 +60,7 @@ class Casebook:
             loss="health cannot be remembered: a restart of the plugin forgets faults",
         )
         self._saved: _Content | None = None
+        self._durable = True
         self.ledger: tuple[Entry, ...] = ()
 
     def recall(self) -> Mapping[GpuId, Record]:
@@ -88,15 +89,21 @@ class Casebook:
     def save(self, records: Mapping[GpuId, Record]) -> bool:
         """Write the file, if anything differs from what it holds. Never raises.
 
+        The disk is waited for only when nothing has changed since the last call: a
+        fault is no time to wait, and a loss of power is a new boot in any case.
+
         Returns:
             Whether the file now says so.
         """
         content = _Content({gpu: _lasting(r) for gpu, r in records.items()}, self.ledger)
         if content == self._saved:
+            if not self._durable:
+                self._file.sync()
+                self._durable = True
             return True
-        if not self._file.write(content):
+        if not self._file.write(content, durable=False):
             return False
-        self._saved = content
+        self._saved, self._durable = content, False
         return True
 
 

@@ -11,8 +11,8 @@ moved; they are negative then. Only the wall clock spans two boots.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -55,13 +55,19 @@ class _Newer(ValueError):
     """Of a later release."""
 
 
-class _Whole(msgspec.Struct, frozen=True):
+class _Body(msgspec.Struct, frozen=True):
     """What the checksum is of; ``boot`` to ``time_s`` say when it was written."""
 
     boot: str
     boottime_s: float
     time_s: float
     content: Any
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    version: int
+    checksum: int
+    body: msgspec.Raw
 
 
 class StateFile(Generic[T]):
@@ -93,25 +99,31 @@ class StateFile(Generic[T]):
             _log.warning("state file cannot be read", file=self._path, why=error)
             return Recalled(Recall.LOST)
         try:
-            whole = self._decode(text)
-            content = msgspec.convert(whole.content, self._of)
+            body = self._decode(text)
+            content = msgspec.convert(body.content, self._of)
         except _Newer as error:
             self._put_aside("newer", error)
             return Recalled(Recall.LOST)
         except (ValueError, RecursionError) as error:  # of JSON, Unicode and msgspec, too
             self._put_aside("damaged", error)
             return Recalled(Recall.LOST)
-        return Recalled(Recall.GOOD, content, self._moved_by_s(whole))
+        return Recalled(Recall.GOOD, content, self._moved_by_s(body))
 
-    def write(self, content: T) -> bool:
-        """Write it; whether that went well. Never raises."""
+    def write(self, content: T, *, durable: bool = True) -> bool:
+        """Write it; whether that went well. Never raises.
+
+        Args:
+            durable: wait until the disk has it. Without, it survives the process and
+                not a loss of power, until ``sync``.
+        """
         new = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with new.open("wb") as file:
                 file.write(self._encode(content))
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             new.replace(self._path)
         except OSError as error:
             self._stats.set("state_write_failed", self._path.name, to=1)
@@ -123,11 +135,16 @@ class StateFile(Generic[T]):
         self._complained = ""
         return True
 
-    def _moved_by_s(self, whole: _Whole) -> float | None:
+    def sync(self) -> None:
+        """Wait until the disk has what was written. Never raises."""
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _moved_by_s(self, body: _Body) -> float | None:
         clock = self._clock
-        if whole.boot and whole.boot == clock.boot_id():
+        if body.boot and body.boot == clock.boot_id():
             return None
-        return (whole.time_s - whole.boottime_s) - (clock.time() - clock.boottime())
+        return (body.time_s - body.boottime_s) - (clock.time() - clock.boottime())
 
     def _put_aside(self, suffix: str, error: Exception) -> None:
         aside = self._path.with_suffix(f".{suffix}")
@@ -139,22 +156,14 @@ class StateFile(Generic[T]):
 
     def _encode(self, content: T) -> bytes:
         clock = self._clock
-        body = msgspec.to_builtins(
-            _Whole(clock.boot_id(), clock.boottime(), clock.time(), content), str_keys=True
-        )
-        whole = {"version": self._version, "checksum": _checksum(body), "content": body}
-        return json.dumps(whole, indent=1).encode() + b"\n"
+        body = msgspec.json.encode(_Body(clock.boot_id(), clock.boottime(), clock.time(), content))
+        envelope = _Envelope(self._version, zlib.crc32(body), msgspec.Raw(body))
+        return msgspec.json.encode(envelope) + b"\n"
 
-    def _decode(self, text: bytes) -> _Whole:
-        whole = json.loads(text)
-        if not isinstance(whole, dict) or not isinstance(whole.get("version"), int):
-            raise ValueError("it has no version")
-        if whole["version"] > self._version:
-            raise _Newer(f"version {whole['version']}, this release reads {self._version}")
-        if whole.get("checksum") != _checksum(whole.get("content")):
+    def _decode(self, text: bytes) -> _Body:
+        envelope = msgspec.json.decode(text, type=_Envelope)
+        if envelope.version > self._version:
+            raise _Newer(f"version {envelope.version}, this release reads {self._version}")
+        if envelope.checksum != zlib.crc32(envelope.body):
             raise ValueError("its checksum is wrong")
-        return msgspec.convert(whole["content"], _Whole)
-
-
-def _checksum(body: Any) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+        return msgspec.json.decode(envelope.body, type=_Body)

@@ -185,6 +185,25 @@ def test_an_operators_word_counts_until_it_is_taken_back(
     assert node.kubelet.allocatable(RESOURCE) == 8
 
 
+def test_a_storm_of_xids_costs_one_list_and_a_few_lines(
+    node: Node, machine: Machine, well: Daemon
+) -> None:
+    for _ in range(1000):
+        machine.gpus.xid(2, 31)
+    for _ in range(1000):
+        machine.gpus.xid(2, 48)
+    node.wait_allocatable(7)
+    labels = f'gpu="{machine.id(2)}",verdict="unhealthy",xid="48"'
+    text = f"deviceplugin_xid_errors_total{{{labels}}} 1000.0"
+    for _ in range(500):
+        if text in well.get("/metrics")[1]:
+            break
+        time.sleep(0.01)
+    assert text in well.get("/metrics")[1]
+    assert len(node.kubelet.happened("list")) == 2
+    assert len([event for event in well.events if event["event"] == "Xid error"]) == 2
+
+
 def test_the_kernels_log_is_heard_if_that_is_wanted(node: Node, machine: Machine) -> None:
     os.mkfifo(node.directory / "dev/kmsg")
     node.kubelet.start()

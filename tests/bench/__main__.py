@@ -97,6 +97,25 @@ def xids(node: Node, times: int) -> dict[str, float]:
     }
 
 
+def storm(node: Node, daemon: Daemon, times: int) -> dict[str, float]:
+    """What so many Xids on one GPU cost: CPU of the daemon, lists sent, lines logged."""
+    lists, lines, before = len(node.kubelet.happened("list")), len(daemon.events), usage(daemon)
+    with (node.directory / "control").open("w", encoding="utf-8", buffering=1) as fifo:
+        for _ in range(times):
+            fifo.write("xid 5 31\n")
+        fifo.write("xid 5 79\n")
+        node.wait_allocatable(GPUS - 1)
+        after = usage(daemon)
+        fifo.write("reset 5\n")
+        node.wait_allocatable(GPUS)
+    named = [event for event in daemon.events[lines:] if event["part"] != "simulation"]
+    return {
+        f"xid_storm_{times}_cpu_ms": ms(after.cpu_s - before.cpu_s),
+        "xid_storm_lists": len(node.kubelet.happened("list")) - lists - 1,
+        "xid_storm_log_lines": len(named),
+    }
+
+
 def restarts(node: Node, times: int) -> dict[str, float]:
     """From kubelet.sock being there again to Register, and to the list."""
     register, listed = [], []
@@ -209,6 +228,7 @@ def main() -> int:
         figures |= costs(daemon, 1 if quick else 10)
         figures |= calls(node, 100 if quick else 2000)
         figures |= xids(node, 5 if quick else 200)
+        figures |= storm(node, daemon, 100 if quick else 10_000)
         figures |= restarts(node, 3 if quick else 120)
         figures["resident_mib_after_restarts"] = round(usage(daemon).resident_bytes / 2**20, 1)
     result = {
