@@ -51,6 +51,8 @@ class Commands:
         answer = self._status()
         for device in answer["devices"]:
             device["since"] = date(self._clock, device.pop("since_s"))
+            until_s = device.pop("until_s")
+            device["until"] = None if until_s is None else date(self._clock, until_s)
         return {
             "version": __version__,
             "pid": os.getpid(),

@@ -170,6 +170,12 @@ class Doctor:
                 self._records[gpu] = health.on_clear(record, now_s)
             else:
                 self._records[gpu] = health.on_word(record, healthy, reason, now_s, until_s)
+            if self._casebook is not None:
+                now = {True: "said to be healthy", False: "said to be unhealthy"}
+                was = _label(self._said[gpu]) if gpu in self._said else "healthy"
+                text = "word taken back" if healthy is None else now[healthy]
+                entry = Entry(round(self._clock.time(), 1), gpu, was, text, reason)
+                self._casebook.add(entry)
             _log.warning(
                 "operator's word",
                 gpu=gpu,
@@ -224,8 +230,8 @@ class Doctor:
         return Entry(
             round(self._clock.time(), 1),
             gpu,
-            was.reason or "healthy",
-            verdict.reason or "healthy",
+            _label(was),
+            _label(verdict),
             verdict.detail,
             verdict.held.value if verdict.held is not None else "",
         )
@@ -271,6 +277,11 @@ class Doctor:
             fields["follows"] = other
         log = _log.info if effect is Effect.IGNORE else _log.warning
         log("Xid error", **fields)
+
+
+def _label(verdict: Verdict) -> str:
+    """How the ledger names a verdict."""
+    return "recovering" if verdict.stage is Stage.RECOVERING else verdict.reason or "healthy"
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:

@@ -85,22 +85,35 @@ def _show(arguments: argparse.Namespace, load: Load) -> int:
     if arguments.json:
         print(json.dumps(status["devices"], indent=2))
         return 0
+    devices = status["devices"]
     terminal.show(
-        ("GPU", "ID", "HEALTH", "ACTION", "REMAP", "FABRIC", "ERRORS"),
-        [_row(device) for device in status["devices"]],
+        ("GPU", "ID", "HEALTH"),
+        [(_index(device), device["id"], standing.health_words(device)) for device in devices],
     )
-    for line in standing.details(status):
+    told = [row for device in devices if set(row := _told(device)) != {"-"}]
+    if told:
+        print()
+        terminal.show(
+            ("GPU", "RECOVERY ACTION", "ROW REMAP", "FABRIC", "UNCORRECTED ERRORS"),
+            [(_index(device), *_told(device)) for device in devices],
+        )
+    details = standing.details(status)
+    if details:
+        print()
+    for line in details:
         print(line)
     return 0
 
 
-def _row(device: Mapping[str, Any]) -> tuple[str, ...]:
+def _index(device: Mapping[str, Any]) -> str:
+    return str(device["index"]) if device["index"] >= 0 else "-"
+
+
+def _told(device: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the driver tells of a GPU's condition."""
     remap = {None: "-", True: "pending", False: "none"}[device["row_remap_pending"]]
     errors = device["uncorrected_errors"]
     return (
-        str(device["index"]) if device["index"] >= 0 else "-",
-        device["id"],
-        f"{device['health']} {device['reason']}".rstrip(),
         device["recovery_action"] or "-",
         "failed" if device["row_remap_failed"] else remap,
         device["fabric"] or "-",

@@ -369,6 +369,7 @@ class Verdict:
             for what was so in an earlier boot.
         stage: recovering is still unhealthy to the kubelet.
         ends_with: what ends it, in words; "" when nothing is wrong.
+        until_s: when it ends by itself, if it does and nothing comes between.
         held: set when it is offered in spite of the reason.
     """
 
@@ -378,6 +379,7 @@ class Verdict:
     since_s: float
     stage: Stage = Stage.HEALTHY
     ends_with: str = ""
+    until_s: float | None = None
     held: Held | None = None
 
 

@@ -113,6 +113,7 @@ def _health(verdict: Verdict) -> dict[str, Any]:
         "ends_with": verdict.ends_with,
         "held": verdict.held.value if verdict.held is not None else None,
         "since_s": verdict.since_s,
+        "until_s": verdict.until_s,
     }
 
 
@@ -139,10 +140,18 @@ def rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
             str(device["index"]) if device["index"] >= 0 else "-",
             device["id"],
             ",".join(map(str, device["numa_nodes"])) or "-",
-            f"{device['health']} {device['reason']}".rstrip(),
+            health_words(device),
         )
         for device in status["devices"]
     ]
+
+
+def health_words(device: Mapping[str, Any]) -> str:
+    """As in "Healthy", "Unhealthy xid-79", "Healthy in spite of xid-94"."""
+    if not device["reason"]:
+        return str(device["health"])
+    between = " in spite of " if device["held"] else " "
+    return f"{device['health']}{between}{device['reason']}"
 
 
 def details(status: Mapping[str, Any]) -> list[str]:
@@ -154,10 +163,13 @@ def details(status: Mapping[str, Any]) -> list[str]:
             since = datetime.fromtimestamp(device["since"], UTC)
             stage = "recovering from " if device["stage"] == "recovering" else ""
             held = f" ({device['held']})" if device["held"] else ""
+            until = ""
+            if device["until"] is not None:
+                until = f", by itself at {datetime.fromtimestamp(device['until'], UTC):%Y-%m-%d %H:%M:%S}"
             text = f": {device['detail']}" if device["detail"] else ""
             lines.append(
                 f"{device['id']}: {stage}{device['reason']}{held} since"
-                f" {since:%Y-%m-%d %H:%M:%S} UTC{text}; ends with: {device['ends_with']}"
+                f" {since:%Y-%m-%d %H:%M:%S} UTC{text}; ends with: {device['ends_with']}{until}"
             )
         if device["row_remap_pending"]:
             lines.append(f"{device['id']}: memory rows wait to be remapped: reset when convenient")

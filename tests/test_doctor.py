@@ -111,8 +111,8 @@ def test_each_change_is_one_line_one_count_and_one_entry(
     }
     assert [(entry.was, entry.now) for entry in practice.book.ledger] == [
         ("healthy", "xid-48"),
-        ("xid-48", "xid-48"),
-        ("xid-48", "healthy"),
+        ("xid-48", "recovering"),
+        ("recovering", "healthy"),
     ]
 
 

@@ -76,7 +76,8 @@ def test_a_fault_a_reset_and_a_hold_down_bring_a_gpu_back(
     node.wait_allocatable(8)
     told = command("health", "history", *state(node)).stdout
     assert re.search(f"{machine.id(3)} +healthy +xid-109", told)
-    assert re.search(f"{machine.id(3)} +xid-109 +healthy", told)
+    assert re.search(f"{machine.id(3)} +xid-109 +recovering", told)
+    assert re.search(f"{machine.id(3)} +recovering +healthy", told)
 
 
 def test_a_fabric_that_is_not_ready_withdraws_all_and_its_completion_brings_them_back(

@@ -68,7 +68,7 @@ def test_a_status_is_a_row_for_each_device_and_a_line_for_each_sick_one() -> Non
     state = State(Phase.REGISTERED)
     told = status(Settings(), seen(state, found), state, found)
     for device in told["devices"]:
-        device["since"] = 86_400.0
+        device["since"], device["until"] = 86_400.0, None
     assert rows(told) == [
         ("0", gpu_id(0), "0", "Healthy"),
         ("1", gpu_id(1), "-", "Unhealthy xid-79"),

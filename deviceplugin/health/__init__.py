@@ -211,7 +211,7 @@ def on_scan(record: Record | None, gpu: Gpu, now_s: float, policy: Policy) -> Re
         record = new(now_s)
     if gpu.maintenance is not None:
         said = gpu.maintenance
-        case = Case(Source.OPERATOR, MAINTENANCE, said.reason, said.since_s, hold=False)
+        case = Case(Source.OPERATOR, MAINTENANCE, said.reason, said.since_s, Cure.WORD, hold=False)
         return replace(new(said.since_s), cases=(case,))
     if gpu.mig_enabled is not True:
         record = close_cases(record, lambda case: case.reason == _MIG_MODE, now_s)
@@ -257,7 +257,7 @@ def on_word(
         return record
     if healthy:
         return replace(recovered(record, now_s), hold_down_s=0.0, excused_until_s=until_s)
-    case = Case(Source.OPERATOR, _SET, reason, now_s, until_s=until_s, hold=False)
+    case = Case(Source.OPERATOR, _SET, reason, now_s, Cure.WORD, until_s, hold=False)
     return replace(open_case(record, case, 0.0), excused_until_s=None)
 
 

@@ -31,11 +31,12 @@ class Effect(enum.Enum):
 
 
 class Cure(enum.Enum):
-    """What ends a case; the operator's word always does."""
+    """What ends a case; an operator who says "healthy" always does."""
 
     SOURCE = "its source says that it is over"
     RESET = "a sign of a reset, or a new boot"
     BOOT = "a new boot"
+    WORD = "the operator's word"
 
 
 @dataclass(frozen=True, slots=True)

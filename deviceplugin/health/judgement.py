@@ -65,11 +65,18 @@ def judge(record: Record, policy: Policy) -> Verdict:
         case.source in (Source.OPERATOR, Source.PRESENCE) for case in enforced
     )
     first = _first(enforced or _all(record))
-    ends_with = first.cure.value
+    ends_with, until_s = first.cure.value, first.until_s
     if record.stage is Stage.RECOVERING:
         ends_with = f"{record.hold_down_s:.0f} s without anything new"
+        until_s = record.hold_until_s
     verdict = Verdict(
-        Health.UNHEALTHY, first.reason, first.detail, first.since_s, record.stage, ends_with
+        Health.UNHEALTHY,
+        first.reason,
+        first.detail,
+        first.since_s,
+        record.stage,
+        ends_with,
+        until_s,
     )
     if excused:
         return replace(verdict, health=Health.HEALTHY, held=Held.EXCUSED)
