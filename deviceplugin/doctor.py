@@ -8,6 +8,7 @@ change, so that a restart of the plugin forgets no fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from deviceplugin import health, logs
@@ -60,6 +61,7 @@ class Doctor:
         self._holders = holders
         self._records: dict[GpuId, Record] = {}
         self._said: dict[GpuId, Verdict] = {}
+        self._bindings: dict[GpuId, int] = {}
         self._logged: dict[tuple[GpuId | None, int], float] = {}
 
     def recall(self) -> None:
@@ -80,9 +82,20 @@ class Doctor:
 
     # --- evidence ---------------------------------------------------------------------
 
-    def scanned(self, gpus: Iterable[Gpu]) -> None:
-        """The driver listed its GPUs."""
+    def scanned(
+        self, gpus: Iterable[Gpu], bindings: Mapping[GpuId, int] = MappingProxyType({})
+    ) -> None:
+        """The driver listed its GPUs.
+
+        Args:
+            bindings: as in ``HostFacts``.
+        """
         now_s = self._clock.boottime()
+        for gpu_id, number in bindings.items():
+            if self._bindings.get(gpu_id, number) != number and gpu_id in self._records:
+                _log.info("a driver was bound to the GPU anew", gpu=gpu_id)
+                self._records[gpu_id] = health.on_rebound(self._records[gpu_id])
+        self._bindings |= bindings
         for gpu in gpus:
             before = self._records.get(gpu.id)
             self._records[gpu.id] = health.on_scan(before, gpu, now_s, self.policy)

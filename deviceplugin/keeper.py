@@ -126,7 +126,8 @@ class Keeper:
             ListTooLong: the first list is already more than the kubelet takes.
         """
         known, before, now_s = self.known, self._store.snapshot, self._clock.boottime()
-        merged = inventory.merge(known, scan, self._host.facts(scan), now_s)
+        facts = self._host.facts(scan)
+        merged = inventory.merge(known, scan, facts, now_s)
         if self._roll is not None:
             merged = self._roll.settle(merged)
         changes = inventory.diff(known, merged)
@@ -141,7 +142,7 @@ class Keeper:
             _log.info("driver can be used again", gpus=len(merged.gpus))
         scanlog.log_scan(known, merged, changes, first=known is self._recalled)
         if self._fits(merged):
-            self._doctor.scanned(merged.gpus)
+            self._doctor.scanned(merged.gpus, facts.bindings)
             self._publish(merged)
         else:
             self._store.publish(replace(before, trouble=None))

@@ -261,12 +261,15 @@ class HostFacts:
         nodes: per GPU, its device nodes that exist, as host paths.
         control_nodes: device nodes that every GPU container needs, as host
             paths; only those that exist.
+        bindings: per GPU, a number that changes when a driver is bound to it anew;
+            a GPU may be missing.
     """
 
     numa: Mapping[GpuId, NumaPlace] = field(default_factory=dict)
     minors: Mapping[GpuId, int] = field(default_factory=dict)
     nodes: Mapping[GpuId, tuple[str, ...]] = field(default_factory=dict)
     control_nodes: tuple[str, ...] = ()
+    bindings: Mapping[GpuId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

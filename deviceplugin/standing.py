@@ -165,7 +165,8 @@ def details(status: Mapping[str, Any]) -> list[str]:
             held = f" ({device['held']})" if device["held"] else ""
             until = ""
             if device["until"] is not None:
-                until = f", by itself at {datetime.fromtimestamp(device['until'], UTC):%Y-%m-%d %H:%M:%S}"
+                at = datetime.fromtimestamp(device["until"], UTC)
+                until = f", by itself at {at:%Y-%m-%d %H:%M:%S} UTC"
             text = f": {device['detail']}" if device["detail"] else ""
             lines.append(
                 f"{device['id']}: {stage}{device['reason']}{held} since"

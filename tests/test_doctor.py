@@ -116,6 +116,17 @@ def test_each_change_is_one_line_one_count_and_one_entry(
     ]
 
 
+def test_a_driver_that_is_bound_anew_is_a_sign_of_a_reset(practice: Practice) -> None:
+    practice.doctor.scanned(practice.gpus, {gpu_id(3): 7, gpu_id(4): 8})
+    for number in (3, 4):
+        practice.doctor.xid(XidEvent(gpu_id(number), 79))
+    practice.doctor.scanned(practice.gpus, {gpu_id(3): 9, gpu_id(4): 8})
+    practice.doctor.read([Reading(gpu_id(3)), Reading(gpu_id(4))])
+    practice.judge()
+    practice.clock.boottime_s += 60
+    assert practice.sick() == {gpu_id(4): "xid-79"}
+
+
 def test_a_storm_is_logged_once_a_minute_and_counted_always(
     practice: Practice, caplog: pytest.LogCaptureFixture
 ) -> None:

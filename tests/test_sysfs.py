@@ -384,3 +384,17 @@ def test_whatever_an_information_file_holds_gives_a_minor_number_or_none(
     minors = facts(tree, replace(on_bus(BUS), minor=None)).minors
     assert minors.keys() <= {gpu_id(0)}
     assert all(0 <= minor < 10**6 for minor in minors.values())
+
+
+def test_a_driver_that_is_bound_anew_has_another_number(tmp_path: Path) -> None:
+    write_sysfs(tmp_path / "sys", {BUS: 1}, CPUS)
+    assert facts(tmp_path, on_bus(BUS)).bindings == {}
+    link = device(tmp_path) / "driver"
+    link.symlink_to("../../bus/pci/drivers/nvidia")
+    before = facts(tmp_path, on_bus(BUS)).bindings
+    assert before == facts(tmp_path, on_bus(BUS)).bindings
+    assert before.keys() == {gpu_id(0)}
+    (device(tmp_path) / "other").symlink_to("x")  # the old number may be given away again
+    link.rename(device(tmp_path) / "was")
+    link.symlink_to("../../bus/pci/drivers/nvidia")
+    assert facts(tmp_path, on_bus(BUS)).bindings != before

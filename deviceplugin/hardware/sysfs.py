@@ -49,7 +49,19 @@ class HostFiles:
             if minor is not None and self._is_device(f"nvidia{minor}"):
                 nodes[gpu.id] = (f"/dev/nvidia{minor}",)
         control = tuple(f"/dev/{name}" for name in CONTROL_NODES if self._is_device(name))
-        return HostFacts(numa, minors, nodes, control)
+        bindings = {gpu.id: self._binding(gpu.pci_bus_id) for gpu in scan.gpus}
+        known = {gpu: number for gpu, number in bindings.items() if number is not None}
+        return HostFacts(numa, minors, nodes, control, known)
+
+    def _binding(self, bus_id: str | None) -> int | None:
+        """The inode of the link from the device to its driver: the kernel makes the link
+        anew, under a new number, each time that a driver is bound."""
+        if bus_id is None or not _BUS_ID.fullmatch(bus_id):
+            return None
+        try:
+            return (self._sysfs / "bus/pci/devices" / bus_id / "driver").lstat().st_ino
+        except OSError:
+            return None
 
     # --- NUMA ---------------------------------------------------------------------
 

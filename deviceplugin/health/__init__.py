@@ -61,6 +61,7 @@ __all__ = [
     "on_logged",
     "on_missing",
     "on_reading",
+    "on_rebound",
     "on_scan",
     "on_silence",
     "on_word",
@@ -195,6 +196,11 @@ def _is_over(case: Case, reading: Reading) -> bool:
             return case.cure is Cure.RESET and (reading.was_reset or case.silent)
         case _:
             return False
+
+
+def on_rebound(record: Record) -> Record:
+    """After a driver was bound to the GPU anew: its next answer is that of a reset GPU."""
+    return _fell_silent(record)
 
 
 # --- the list, silence, words ----------------------------------------------------------------
