@@ -94,7 +94,7 @@ def _show(arguments: argparse.Namespace, load: Load) -> int:
     if told:
         print()
         terminal.show(
-            ("GPU", "RECOVERY ACTION", "ROW REMAP", "FABRIC", "UNCORRECTED ERRORS"),
+            ("GPU", "RECOVERY ACTION", "ROW REMAP", "FABRIC", "ERRORS", "THROTTLED BY"),
             [(_index(device), *_told(device)) for device in devices],
         )
     details = standing.details(status)
@@ -118,6 +118,7 @@ def _told(device: Mapping[str, Any]) -> tuple[str, ...]:
         "failed" if device["row_remap_failed"] else remap,
         device["fabric"] or "-",
         "-" if errors is None else str(errors),
+        "-" if device["throttled_by"] is None else ", ".join(device["throttled_by"]) or "nothing",
     )
 
 

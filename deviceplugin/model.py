@@ -205,6 +205,7 @@ class Reading:
         was_reset: there is a sign that the GPU was reset since the last reading.
         fabric: None also for a card that belongs to no fabric.
         uncorrected_errors: uncorrected memory errors since the last reset.
+        throttled_by: why the clocks are lower than they could be; () when they are not.
     """
 
     gpu: GpuId
@@ -214,6 +215,7 @@ class Reading:
     remap: RowRemap | None = None
     fabric: Fabric | None = None
     uncorrected_errors: int | None = None
+    throttled_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

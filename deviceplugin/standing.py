@@ -127,6 +127,7 @@ def _condition(reading: Reading | None) -> dict[str, Any]:
         "row_remap_failed": reading.remap.failed if reading.remap is not None else None,
         "fabric": reading.fabric.value if reading.fabric is not None else None,
         "uncorrected_errors": reading.uncorrected_errors,
+        "throttled_by": None if reading.throttled_by is None else list(reading.throttled_by),
     }
 
 

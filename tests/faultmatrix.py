@@ -54,6 +54,7 @@ ABOUT_ONE: Final = (
     "nvmlDeviceGetRemappedRows",
     "nvmlDeviceGetGpuFabricInfoV",
     "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetTopologyCommonAncestor",
     "nvmlDeviceGetNvLinkState",
     "nvmlDeviceGetNvLinkRemoteDeviceType",

@@ -212,6 +212,11 @@ def test_uncorrected_errors_alone_are_no_verdict() -> None:
     assert on_reading(WELL, replace(OK, uncorrected_errors=7), 8.0, POLICY) is WELL
 
 
+def test_low_clocks_alone_are_no_verdict() -> None:
+    hot = replace(OK, throttled_by=("temperature", "power brake"))
+    assert on_reading(WELL, hot, 8.0, POLICY) is WELL
+
+
 def test_what_was_logged_before_a_gpu_was_known_to_be_good_is_history() -> None:
     assert health.on_logged(WELL, 79, 1.0, POLICY) is WELL
     sick = health.on_logged(WELL, 79, 1.1, POLICY)

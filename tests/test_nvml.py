@@ -100,6 +100,7 @@ FUNCTIONS: Final = {
     "nvmlDeviceGetRemappedRows": "nvmlDeviceGetRemappedRows",
     "nvmlDeviceGetGpuFabricInfoV": "nvmlDeviceGetGpuFabricInfoV",
     "nvmlDeviceGetTotalEccErrors": "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetCurrentClocksEventReasons": "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetTopologyCommonAncestor": "nvmlDeviceGetTopologyCommonAncestor",
     "nvmlDeviceGetNvLinkState": "nvmlDeviceGetNvLinkState",
     "nvmlDeviceGetNvLinkRemoteDeviceType": "nvmlDeviceGetNvLinkRemoteDeviceType",
@@ -1202,6 +1203,13 @@ def test_the_fabrics_state_is_told(
     state: str, fabric: Fabric | None, open_door: Open, tmp_path: Path
 ) -> None:
     assert conditions(open_door, tmp_path, fabric=state).fabric is fabric
+
+
+def test_why_clocks_are_low_is_told(open_door: Open, tmp_path: Path) -> None:
+    idle, hot = 0x1, 0x20 | 0x40
+    assert conditions(open_door, tmp_path / "a", throttle=idle).throttled_by == ()
+    found = conditions(open_door, tmp_path / "b", throttle=idle | hot).throttled_by
+    assert found == ("temperature", "temperature, by hardware")
 
 
 def test_what_a_card_does_not_have_is_none(open_door: Open, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class FakeGpu:
         action: number of the recovery action; None, as for the next ones: not supported.
         fabric: number of the state, or "state/status".
         errors: uncorrected memory errors since the last reset.
+        throttle: mask of the reasons for lower clocks.
     """
 
     uuid: str
@@ -98,6 +99,7 @@ class FakeGpu:
     remap: Literal["none", "pending", "failed"] | None = None
     fabric: str | None = None
     errors: int | None = None
+    throttle: int | None = None
 
     @property
     def sysfs_id(self) -> str:
@@ -293,7 +295,13 @@ class FakeNode:
                 f" minor={number if gpu.minor is None else gpu.minor}"
                 f" memory={gpu.memory_bytes} used={gpu.used_bytes} mig={gpu.mig}"
                 f" temperature={gpu.temperature_celsius} events={gpu.events}"
-                + _options(action=gpu.action, remap=gpu.remap, fabric=gpu.fabric, errors=gpu.errors)
+                + _options(
+                    action=gpu.action,
+                    remap=gpu.remap,
+                    fabric=gpu.fabric,
+                    errors=gpu.errors,
+                    throttle=gpu.throttle,
+                )
             )
         for (a, b), level in self._pcie.items():
             yield f"pcie {a} {b} {level}"

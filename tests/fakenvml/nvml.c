@@ -18,7 +18,7 @@
  *   cuda 12040
  *   gpu 0 uuid=GPU-1 minor=0 name=NVIDIA%20H100 pci=00000000:1B:00.0 memory=85520809984
  *         used=0 mig=disabled|enabled|none temperature=40 events=all|xid|none|MASK
- *         action=0 remap=none|pending|failed fabric=STATE[/STATUS] errors=0
+ *         action=0 remap=none|pending|failed fabric=STATE[/STATUS] errors=0 throttle=MASK
  *                                    (one line; all but uuid and pci may be left out)
  *   pcie 0 1 PIX                     their common ancestor: PSB PIX PXB PHB NODE SYS; else SYS
  *   nvlink 0 3 gpu 1                 link 3 of GPU 0 goes to GPU 1; a link not named is inactive
@@ -175,7 +175,7 @@ struct gpu {
     char uuid[80], name[96], pci[32];
     unsigned minor, mig;
     int celsius, action, remap, fabric, fabric_status; /* NONE: not supported */
-    long long errors;
+    long long errors, throttle;
     unsigned long long memory, used, events;
     struct link links[MAX_LINKS];
 };
@@ -342,7 +342,7 @@ static void read_gpu(struct script *s, char **words, int count)
     gpu->minor = (unsigned)name;
     gpu->events = EVENTS_ALL;
     gpu->action = gpu->remap = gpu->fabric = NONE;
-    gpu->errors = NONE;
+    gpu->errors = gpu->throttle = NONE;
     copy(gpu->name, sizeof gpu->name, "NVIDIA H100 80GB HBM3");
     for (int i = 2; i < count; i++) {
         char *value = value_of(words[i]);
@@ -366,6 +366,8 @@ static void read_gpu(struct script *s, char **words, int count)
             gpu->remap = is(value, "pending") ? REMAP_PENDING : is(value, "failed") ? REMAP_FAILED : 0;
         else if (is(words[i], "fabric"))
             gpu->fabric = (int)number(split_status(value, &gpu->fabric_status));
+        else if (is(words[i], "throttle"))
+            gpu->throttle = (long long)number(value);
         else if (is(words[i], "errors"))
             gpu->errors = (long long)number(value);
         else if (is(words[i], "mig") && is(value, "disabled"))
@@ -1033,6 +1035,15 @@ int nvmlDeviceGetTotalEccErrors(Device device, unsigned type, unsigned counter,
     if (gpu->errors == NONE)
         return leave(NOT_SUPPORTED);
     *count = (unsigned long long)gpu->errors;
+    return leave(OK);
+}
+
+int nvmlDeviceGetCurrentClocksEventReasons(Device device, unsigned long long *reasons)
+{
+    ENTER_GPU(gpu, device, reasons);
+    if (gpu->throttle == NONE)
+        return leave(NOT_SUPPORTED);
+    *reasons = (unsigned long long)gpu->throttle;
     return leave(OK);
 }
 

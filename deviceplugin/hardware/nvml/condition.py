@@ -39,6 +39,17 @@ _FABRIC = {
 }
 
 
+_THROTTLING = {
+    pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksEventReasonSyncBoost: "sync boost",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature, by hardware",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
+}
+"""Reasons for lower clocks that are worth a word: idleness and settings are not."""
+
+
 class Conditions:
     """Reads them; remembers the error counts, which start again at a reset."""
 
@@ -69,6 +80,7 @@ class Conditions:
             remap=self._remap(handle),
             fabric=self._fabric(handle),
             uncorrected_errors=errors,
+            throttled_by=self._throttling(handle),
         )
 
     def _action(self, handle: Handle) -> RecoveryAction | None:
@@ -77,6 +89,12 @@ class Conditions:
         if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
             return None
         return _ACTIONS.get(values[0].value.uiVal)
+
+    def _throttling(self, handle: Handle) -> tuple[str, ...] | None:
+        mask = self._calls.ask_gpu(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        if mask is None:
+            return None
+        return tuple(text for bit, text in _THROTTLING.items() if mask & bit)
 
     def _remap(self, handle: Handle) -> RowRemap | None:
         rows = self._calls.ask_gpu(pynvml.nvmlDeviceGetRemappedRows, handle)
